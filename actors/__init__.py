@@ -1,0 +1,1 @@
+"""Thin Monarch actors: endpoints, state, and calls into `services`."""

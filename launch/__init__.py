@@ -1,0 +1,1 @@
+"""Top floor: configuration, command line, driver and jobs."""

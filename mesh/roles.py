@@ -1,0 +1,186 @@
+"""The typed contract of each role.
+
+An actor that plays a role has these endpoints; a `Binding` calls them by passing the protocol's own function, so the
+type checker sees arguments and results: `await rewarder.call(roles.Rewarder.score, rollout)`. `@contract` states, next
+to the signature, how long a caller waits and whether the call may be sent again when its answer was lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from mesh.messages import (
+    DelayedReward,
+    HintedContext,
+    Lease,
+    LogitsRef,
+    Rollout,
+    TrainBatch,
+    WeightsRef,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """`limit_s`: a caller gives up after this many seconds. `retry`: repeating an unanswered call does no harm."""
+
+    limit_s: float
+    retry: bool
+
+
+def contract(limit_s: float, *, retry: bool) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def mark(function: Callable[P, R]) -> Callable[P, R]:
+        function.__contract__ = Contract(limit_s, retry)  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def contract_of(function: Callable[..., Any]) -> Contract:
+    """The contract of a role's endpoint. TypeError for a function that has none."""
+    found = getattr(function, "__contract__", None)
+    if found is None:
+        raise TypeError(f"{getattr(function, '__qualname__', function)} has no @contract: it is no endpoint of a role")
+    return found
+
+
+class Member(Protocol):
+    """What every actor of the mesh answers, at any time, in well under half a second."""
+
+    @contract(5.0, retry=True)
+    def status(self) -> Awaitable[dict[str, Any]]: ...
+
+    @contract(10.0, retry=True)
+    def bind(self, bindings: dict[str, Any]) -> Awaitable[None]:
+        """New members or a new generation of roles that this actor holds (`mesh.binding.RoleTable`)."""
+        ...
+
+    @contract(60.0, retry=True)
+    def start(self) -> Awaitable[None]:
+        """Begin the actor's own loop. Starting twice is one start."""
+        ...
+
+    @contract(30.0, retry=True)
+    def finish(self) -> Awaitable[None]:
+        """End the loop in an orderly way and release what is held; bounded."""
+        ...
+
+
+class RolloutBuffer(Member, Protocol):
+    """Hands out tasks, completes groups, enforces staleness. Endpoints are idempotent by id."""
+
+    @contract(30.0, retry=True)
+    def claim(self, generator: str, version: int, count: int, wait_s: float) -> Awaitable[list[Lease]]:
+        """Up to `count` leases for a generator with weights `version`; waits up to `wait_s` for one; [] if none."""
+        ...
+
+    @contract(30.0, retry=True)
+    def put(self, rollout: Rollout) -> Awaitable[bool]:
+        """Deliver a rollout. False: it was known already, or its task is no longer wanted."""
+        ...
+
+    @contract(30.0, retry=True)
+    def abandon(self, lease_ids: list[str], reason: str) -> Awaitable[None]:
+        """Give leases back before they expire (an episode that could not be run)."""
+        ...
+
+    @contract(30.0, retry=True)
+    def delayed(self, result: DelayedReward) -> Awaitable[bool]:
+        """Deliver what teachers said of a rollout. False: known already."""
+        ...
+
+    @contract(30.0, retry=True)
+    def to_replay(self, count: int, wait_s: float) -> Awaitable[list[Rollout]]:
+        """Finished rollouts with something to replay, not replayed yet; each is leased to one caller for a time."""
+        ...
+
+    @contract(60.0, retry=True)
+    def take(self, batch_id: int, wait_s: float) -> Awaitable[TrainBatch | None]:
+        """Batch `batch_id`, whose training starts at version `batch_id`; None when it is not complete after `wait_s`.
+
+        Asking again for the same id returns the same batch.
+        """
+        ...
+
+    @contract(30.0, retry=True)
+    def trained(self, batch_id: int) -> Awaitable[None]:
+        """Batch `batch_id` was trained: the frontier moves."""
+        ...
+
+    @contract(60.0, retry=True)
+    def save(self, path: str, step: int) -> Awaitable[dict[str, Any]]:
+        """Write the state as of the frontier `step` (batches < step are trained) into the folder `path`."""
+        ...
+
+    @contract(30.0, retry=True)
+    def accounts(self) -> Awaitable[dict[str, Any]]:
+        """Every task ever issued by its fate: trained, dropped by reason, in work, waiting."""
+        ...
+
+
+class Rewarder(Member, Protocol):
+    @contract(60.0, retry=True)
+    def score(self, rollout: Rollout) -> Awaitable[Rollout]:
+        """The rollout with `reward`, `rewards` (and `reason` where unscorable) filled in."""
+        ...
+
+
+class SDPOTeacher(Member, Protocol):
+    @contract(120.0, retry=True)
+    def logits(self, contexts: list[HintedContext]) -> Awaitable[LogitsRef]:
+        """Full-vocabulary logits at every turn token of every context, in registered memory until released."""
+        ...
+
+    @contract(10.0, retry=True)
+    def release(self, ref_id: str) -> Awaitable[None]:
+        """Free the memory of a `LogitsRef`; unknown ids are ignored (they expire by themselves)."""
+        ...
+
+
+class Trainer(Member, Protocol):
+    @contract(30.0, retry=True)
+    def weights(self, newer_than: int, wait_s: float) -> Awaitable[WeightsRef | None]:
+        """The newest published version if it is newer; waits up to `wait_s` for one. It comes with a read lease."""
+        ...
+
+    @contract(10.0, retry=True)
+    def release_weights(self, lease_id: str) -> Awaitable[None]: ...
+
+    @contract(30.0, retry=True)
+    def reports(self, after_step: int, wait_s: float) -> Awaitable[list[dict[str, Any]]]:
+        """Metrics of the steps after `after_step`, oldest first; waits up to `wait_s` for one."""
+        ...
+
+    @contract(180.0, retry=True)
+    def checkpoint(self) -> Awaitable[str]:
+        """Save trainer and buffer together between two steps; returns the folder."""
+        ...
+
+
+class Generator(Member, Protocol):
+    @contract(120.0, retry=True)
+    def evaluate(self, seeds: list[int], greedy: bool) -> Awaitable[list[Rollout]]:
+        """Held-out episodes that no buffer sees."""
+        ...
+
+
+class TeacherPool(Member, Protocol):
+    @contract(60.0, retry=True)
+    def ask(self, messages: list[dict[str, str]]) -> Awaitable[dict[str, str]]:
+        """Every teacher's answer to one chat, by teacher."""
+        ...
+
+
+ROLES: dict[str, type] = {
+    "rollout_buffer": RolloutBuffer,
+    "rewarder": Rewarder,
+    "sdpo_teacher": SDPOTeacher,
+    "trainer": Trainer,
+    "generator": Generator,
+    "teachers": TeacherPool,
+}

@@ -1,0 +1,1 @@
+"""Plain classes and functions that actors use; tests drive them without Monarch."""
