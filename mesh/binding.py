@@ -1,0 +1,207 @@
+"""A role's name bound to the actors that play it now.
+
+Actors hold a `Binding`, never an actor mesh: members die and are placed again, implementations are swapped, and the
+holder's code does not change. A call picks the least-loaded healthy member, waits no longer than the endpoint's
+contract allows, and is sent again only where the contract says that this does no harm. What comes back is the answer
+or one exception that names role, member and endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+from monarch.actor import ActorError
+
+from mesh.roles import contract_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+RoleT = TypeVar("RoleT")
+
+
+class BindingError(Exception):
+    """A call through a binding did not bring an answer."""
+
+
+class NoMember(BindingError):
+    """Nobody plays the role, and nobody came within the time the caller could wait."""
+
+
+class CallTimeout(BindingError):
+    """A member did not answer within the endpoint's limit."""
+
+
+class MemberDied(BindingError):
+    """The member died while the call was pending, and the call is not safe to repeat."""
+
+
+class RemoteFailure(BindingError):
+    """The endpoint raised. `cause` is the first line of what it raised; the member lives."""
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRef:
+    """One actor of a role. `incarnation` counts how often this place was filled."""
+
+    name: str  # "generator-0"
+    handle: Any  # a Monarch actor mesh of one actor; picklable
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTable:
+    """Who plays a role. `revision` grows with every change; a holder ignores an older table than its own."""
+
+    role: str
+    members: tuple[MemberRef, ...]
+    generation: int = 0  # of the implementation: raised by a swap, not by a replaced member
+    revision: int = 0
+    implementation: str = ""
+
+
+@dataclass(slots=True)
+class CallCounts:
+    """What this holder saw of one role."""
+
+    calls: int = 0
+    errors: int = 0
+    retries: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Load:
+    in_flight: int = 0
+    suspect_until: float = 0.0  # a member that died or hung is the last choice until then
+    used: int = 0
+
+
+SUSPECT_S = 5.0
+_POLL_S = 0.1
+
+
+@dataclass(slots=True)
+class Binding(Generic[RoleT]):
+    """`patience_s`: how long a safe call keeps looking for a living member before it fails."""
+
+    role: str
+    table: RoleTable | None = None
+    patience_s: float = 60.0
+    counts: CallCounts = field(default_factory=CallCounts)
+    _load: dict[tuple[str, int], _Load] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> bool:
+        return self.table is not None and bool(self.table.members)
+
+    def update(self, table: RoleTable) -> bool:
+        """Take over a newer table. False (and nothing changes) when it is older than the one held."""
+        if table.role != self.role:
+            raise ValueError(f"a table of role {table.role!r} was given to the binding of {self.role!r}")
+        if self.table is not None and table.revision < self.table.revision:
+            return False
+        self.table = table
+        alive = {(m.name, m.incarnation) for m in table.members}
+        self._load = {key: load for key, load in self._load.items() if key in alive or load.in_flight}
+        return True
+
+    async def call(
+        self,
+        endpoint: Callable[Concatenate[RoleT, P], Awaitable[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Call an endpoint of the role, given as the function of its protocol.
+
+        Raises NoMember, CallTimeout, MemberDied or RemoteFailure, at the latest `patience_s` plus the contract's
+        limit after the call.
+        """
+        return await self.call_within(contract_of(endpoint).limit_s, endpoint, *args, **kwargs)
+
+    async def call_within(
+        self,
+        limit_s: float,
+        endpoint: Callable[Concatenate[RoleT, P], Awaitable[R]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """As `call`, with another limit than the contract's for each attempt."""
+        retry, name = contract_of(endpoint).retry, endpoint.__name__
+        give_up_at = time.monotonic() + self.patience_s
+        self.counts.calls += 1
+        began = time.monotonic()
+        try:
+            while True:
+                member = await self._choose(name, give_up_at)
+                try:
+                    return await self._attempt(member, name, limit_s, args, kwargs)
+                except (MemberDied, CallTimeout):
+                    if not retry or time.monotonic() >= give_up_at:
+                        raise
+                    self.counts.retries += 1
+        except BindingError:
+            self.counts.errors += 1
+            raise
+        finally:
+            self.counts.seconds += time.monotonic() - began
+
+    async def _choose(self, endpoint: str, give_up_at: float) -> MemberRef:
+        """The member with the fewest calls in flight from here; a suspect one only after its time."""
+        while True:
+            now = time.monotonic()
+            members = self.table.members if self.table else ()
+            loads = [(self._load.setdefault((m.name, m.incarnation), _Load()), m) for m in members]
+            healthy = [(load, m) for load, m in loads if load.suspect_until <= now]
+            if healthy:
+                load, member = min(healthy, key=lambda pair: (pair[0].in_flight, pair[0].used))
+                load.used += 1
+                return member
+            if now >= give_up_at:
+                state = f"its {len(members)} member(s) died or hang" if members else "it has no member"
+                raise NoMember(f"{self.role}.{endpoint}: {state}, and no other came within {self.patience_s:.0f} s")
+            await asyncio.sleep(_POLL_S)
+
+    async def _attempt(self, member: MemberRef, endpoint: str, limit_s: float, args: Any, kwargs: Any) -> Any:
+        load = self._load.setdefault((member.name, member.incarnation), _Load())
+        where = f"{self.role}.{endpoint} on {member.name}"
+        load.in_flight += 1
+        try:
+            return await asyncio.wait_for(getattr(member.handle, endpoint).call_one(*args, **kwargs), limit_s)
+        except TimeoutError:
+            load.suspect_until = time.monotonic() + SUSPECT_S
+            raise CallTimeout(f"{where}: no answer within {limit_s:g} s") from None
+        except SupervisionError as error:
+            load.suspect_until = time.monotonic() + SUSPECT_S
+            raise MemberDied(f"{where}: the actor died while the call was pending ({first_line(error)})") from None
+        except RuntimeError as error:
+            if "stopped" not in str(error):
+                raise
+            # Monarch refuses to send through a mesh that this very process has stopped already.
+            load.suspect_until = time.monotonic() + SUSPECT_S
+            raise MemberDied(f"{where}: {error}") from None
+        except ActorError as error:
+            cause = describe(error.exception)
+            raise RemoteFailure(f"{where} failed: {cause}", cause) from error
+        finally:
+            load.in_flight -= 1
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message` on one line; the bare message for errors that are written for users."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, BindingError) else f"{type(error).__name__}: {text}"
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    killed = [line for line in lines if "Killed" in line or "failed:" in line]
+    return (killed or lines or [type(error).__name__])[-1][:300]

@@ -1,0 +1,174 @@
+"""Real procs, really killed: what a holder of a binding sees, and what the supervisor does about it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+from mesh_actors import Worker, WorkerActor
+
+from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure, RoleTable
+from mesh.supervision import RestartPolicy, RoleKeepsDying, StartFailed, SupervisionConfig, Supervisor
+from mesh.topology import Place
+
+QUICK = {"heartbeat_s": 0.2, "hang_s": 3.0, "max_restarts": 2, "window_s": 60.0, "start_s": 30.0}
+
+
+@contextlib.asynccontextmanager
+async def workers(host, count=2, args=(), **config):
+    supervisor = Supervisor(host, SupervisionConfig(**{**QUICK, **config}), log=print)
+    binding = Binding[Worker]("worker", patience_s=15.0)
+    supervisor.listeners.append(binding.update)
+    try:
+        await supervisor.place([Place("worker", f"worker-{i}", WorkerActor, args) for i in range(count)])
+        watch = asyncio.create_task(supervisor.watch())
+        yield supervisor, binding, watch
+    finally:
+        if "watch" in locals():
+            watch.cancel()
+            await asyncio.wait({watch})
+        await supervisor.stop()
+
+
+async def pids(supervisor):
+    while len(supervisor.health) < len(supervisor.placed):
+        await asyncio.sleep(0.05)
+    return {name: health["pid"] for name, health in supervisor.health.items()}
+
+
+def test_calls_go_to_the_least_loaded_member(host):
+    async def scenario():
+        async with workers(host) as (_, binding, _):
+            answers = await asyncio.gather(*[binding.call(Worker.work, 0.3) for _ in range(6)])
+            names = [a.split(":")[0] for a in answers]
+            assert names.count("worker-0") == names.count("worker-1") == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_member_fails_its_pending_calls_at_once_and_safe_ones_are_answered_by_another(host):
+    async def scenario():
+        async with workers(host) as (supervisor, binding, _):
+            victim = (await pids(supervisor))["worker-0"]
+            calls = [asyncio.create_task(binding.call(Worker.work, 2.0)) for _ in range(4)]
+            unsafe = [asyncio.create_task(binding.call(Worker.spend, 15.0)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            killed = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            answers = await asyncio.gather(*calls)
+            assert all(a.startswith(("worker-1", "worker-0")) for a in answers)
+            assert not any(a.endswith(f":{victim}") for a in answers)
+            done, pending = await asyncio.wait(unsafe, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+            assert time.monotonic() - killed < 10
+            with pytest.raises(MemberDied, match=r"worker\.spend on worker-0"):
+                done.pop().result()
+            for task in pending:
+                task.cancel()
+            assert binding.counts.retries >= 2
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_member_is_placed_again_and_holders_learn_of_it(host):
+    async def scenario():
+        async with workers(host, count=1) as (supervisor, binding, _):
+            victim = (await pids(supervisor))["worker-0"]
+            os.kill(victim, signal.SIGKILL)
+            answer = await binding.call(Worker.work, 0.0)
+            assert answer != f"worker-0:{victim}"
+            assert binding.table.members[0].incarnation == 1
+            assert supervisor.deaths == {"worker": 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_process_is_noticed_by_its_silence_killed_and_replaced(host):
+    async def scenario():
+        async with workers(host, count=1) as (supervisor, binding, _):
+            victim = (await pids(supervisor))["worker-0"]
+            os.kill(victim, signal.SIGSTOP)
+            for _ in range(200):
+                if binding.table.members and binding.table.members[0].incarnation == 1:
+                    break
+                await asyncio.sleep(0.1)
+            assert (await binding.call(Worker.work, 0.0)) != f"worker-0:{victim}"
+            with pytest.raises(ProcessLookupError):
+                os.kill(victim, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_role_that_keeps_dying_ends_with_its_own_error(host):
+    async def scenario():
+        async with workers(host, count=1, args=("", "the disk is on fire"), max_restarts=1) as (_, _, watch):
+            with pytest.raises(RoleKeepsDying, match=r"worker-0 died 2 times .*the disk is on fire"):
+                await asyncio.wait_for(asyncio.shield(watch), 30)
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_cannot_start_says_why(host):
+    async def scenario():
+        with pytest.raises(StartFailed, match="worker-0 did not start: ValueError: no model at /nowhere"):
+            async with workers(host, count=1, args=("no model at /nowhere",)):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_a_silent_member_is_a_timeout_that_names_it(host):
+    async def scenario():
+        async with workers(host, count=1) as (_, binding, _):
+            with pytest.raises(CallTimeout, match=r"worker\.slow on worker-0: no answer within 0\.5 s"):
+                await binding.call(Worker.slow, 5.0)
+
+    asyncio.run(scenario())
+
+
+def test_what_an_endpoint_raises_arrives_with_its_cause_and_the_member_lives(host):
+    async def scenario():
+        async with workers(host, count=1) as (_, binding, _):
+            with pytest.raises(RemoteFailure, match="worker-0 failed: KeyError: 'no such thing'"):
+                await binding.call(Worker.fail, "no such thing")
+            assert (await binding.call(Worker.work, 0.0)).startswith("worker-0")
+            assert binding.counts.retries == 0
+
+    asyncio.run(scenario())
+
+
+def test_status_is_answered_while_a_member_works(host):
+    async def scenario():
+        async with workers(host, count=1) as (_, binding, _):
+            busy = asyncio.create_task(binding.call(Worker.spin, 3.0))
+            slowest = 0.0
+            for _ in range(10):
+                began = time.monotonic()
+                await binding.call(Worker.status)
+                slowest = max(slowest, time.monotonic() - began)
+            assert slowest < 0.5
+            await busy
+
+    asyncio.run(scenario())
+
+
+def test_a_role_nobody_plays_is_an_error_within_the_patience():
+    async def scenario():
+        binding = Binding[Worker]("worker", patience_s=0.3)
+        with pytest.raises(NoMember, match=r"worker\.work: it has no member"):
+            await binding.call(Worker.work, 1.0)
+
+    asyncio.run(scenario())
+
+
+def test_an_older_table_changes_nothing():
+    binding = Binding[Worker]("worker", RoleTable("worker", (), generation=1, revision=5))
+    assert not binding.update(RoleTable("worker", (), generation=0, revision=4))
+    assert binding.table.generation == 1
+
+
+def test_the_restart_policy_forgets_deaths_outside_its_window():
+    policy = RestartPolicy(max_restarts=2, window_s=10)
+    assert [policy.allows_restart(t) for t in (0, 1, 2)] == [True, True, False]
+    assert policy.allows_restart(20)
