@@ -19,14 +19,40 @@ from monarch.actor import Actor, concurrent_endpoint
 from mesh.binding import Binding, RoleTable
 
 
+class BusyClock:
+    """Seconds during which at least one `with clock:` block was open; entered from the actor's event loop only."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        if self._open == 0:
+            self._since = time.monotonic()
+        self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._seconds += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (time.monotonic() - self._since if self._open else 0.0)
+
+
 class MeshActor(Actor):
     """Subclasses override `setup`, `run`, `teardown` and `figures`; `self.bindings` maps roles to bindings."""
+
+    finish_limit_s = 15.0  # how long `finish` lets the loop come to its end before it is cancelled
 
     def __init__(self, name: str, roles: tuple[str, ...] = ()) -> None:
         self.name = name
         self.bindings: dict[str, Binding[Any]] = {role: Binding(role) for role in roles}
         self.failure: str | None = None
         self.finishing = asyncio.Event()
+        self.busy = BusyClock()  # `with self.busy:` around work; how much it idles is shown by the run's progress
         self._born = time.monotonic()
         self._starting: asyncio.Task[None] | None = None
         self._loop_task: asyncio.Task[None] | None = None
@@ -52,6 +78,7 @@ class MeshActor(Actor):
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "uptime_s": time.monotonic() - self._born,
+            "busy_s": self.busy.seconds,
             "running": running,
             "failure": self.failure,
             "bindings": {
@@ -90,7 +117,7 @@ class MeshActor(Actor):
     async def finish(self) -> None:
         self.finishing.set()
         if self._loop_task is not None:
-            _, pending = await asyncio.wait({self._loop_task}, timeout=15.0)
+            _, pending = await asyncio.wait({self._loop_task}, timeout=self.finish_limit_s)
             for task in pending:
                 task.cancel()
         await self.teardown()

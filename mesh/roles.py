@@ -113,6 +113,11 @@ class RolloutBuffer(Member, Protocol):
         ...
 
     @contract(60.0, retry=True)
+    def rewind(self, step: int) -> Awaitable[dict[str, Any]]:
+        """The trainer stands at `step` again (its checkpoint): batches >= step were not trained after all."""
+        ...
+
+    @contract(60.0, retry=True)
     def save(self, path: str, step: int) -> Awaitable[dict[str, Any]]:
         """Write the state as of the frontier `step` (batches < step are trained) into the folder `path`."""
         ...

@@ -203,17 +203,18 @@ class Supervisor:
 
     # ---- ending --------------------------------------------------------------------------------------------------
 
-    async def finish(self, order: list[str]) -> None:
-        """Let every role end in an orderly way, in the given order of roles, then stop all procs; bounded."""
-        for role in order:
+    async def finish(self, *finishing: str) -> None:
+        """Let these roles end in an orderly way, one after the other; bounded, and what fails is logged."""
+        for role in finishing:
             names = [m.name for m in self.tables[role].members] if role in self.tables else []
+            limits = [self.placed[name].place.actor.finish_limit_s + 15.0 for name in names]
             ended = await asyncio.gather(
-                *[self._ask(name, Member.finish, 30.0) for name in names], return_exceptions=True
+                *[self._ask(name, Member.finish, limit) for name, limit in zip(names, limits, strict=True)],
+                return_exceptions=True,
             )
             for name, result in zip(names, ended, strict=True):
                 if isinstance(result, BaseException):
                     self.log(f"{name} did not end by itself: {result}")
-        await self.stop()
 
     async def stop(self) -> None:
         """Stop all procs. What does not stop in time is killed."""

@@ -30,7 +30,7 @@ class Place:
 
     role: str
     name: str
-    actor: type
+    actor: Any  # a subclass of mesh.actor.MeshActor
     args: tuple[Any, ...]
     proc: ProcSpec = ProcSpec()
 
@@ -64,6 +64,8 @@ def prepare_proc(spec: ProcSpec) -> None:
     os.environ.update(spec.env)
     # A failure in a proc is its supervisor's to handle; the default hook would end this proc as well.
     monarch.actor.unhandled_fault_hook = lambda failure: print(f"fault: {failure}", file=sys.stderr, flush=True)
+    # Ctrl-C at the terminal is the driver's to handle: it lets every actor end in order.
+    os.setpgid(0, 0)
     if spec.log_path:
         log = os.open(spec.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)

@@ -99,7 +99,7 @@ def _this_process() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "started": _started(os.getpid()),
+        "started": started(os.getpid()),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
@@ -121,10 +121,10 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 
 def _may_live(holder: dict[str, Any]) -> bool:
-    return holder["host"] != socket.gethostname() or _started(int(holder["pid"])) == holder["started"]
+    return holder["host"] != socket.gethostname() or started(int(holder["pid"])) == holder["started"]
 
 
-def _started(pid: int) -> str | None:
+def started(pid: int) -> str | None:
     """When process `pid` of this host started, in a form that only compares; None when it does not run.
 
     Under Linux the boot id and the start in clock ticks (fields 3 and 22 of /proc/PID/stat are the state and the

@@ -1,0 +1,190 @@
+"""The actor that plays episodes: many at once on one engine, with new weights loaded between engine steps.
+
+Two loops, neither of which waits for the other:
+
+    follow:   trainer.weights(newer than mine) ──pull──▶ engine.update ──▶ release the read lease
+    episodes: buffer.claim(free places) ──▶ episode ──▶ rewarder.score ──▶ buffer.put
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from monarch.actor import concurrent_endpoint
+from pydantic import BaseModel, ConfigDict, Field
+
+from mesh import roles
+from mesh.actor import MeshActor
+from mesh.binding import BindingError
+from mesh.messages import Lease, Rollout, Task
+from services.engines.engine import EngineConfig
+from services.engines.loop import EngineLoop
+from services.engines.transformers_engine import TransformersEngine
+from services.environments.client import EnvironmentClient
+from services.environments.config import EnvironmentConfig
+from services.environments.hints import load_hint_modules
+from services.models import load_model, load_tokenizer
+from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
+from services.weights.snapshots import SnapshotReader, WeightsConfig, pull_newest
+
+
+class GeneratorConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    count: int = Field(2, ge=1, description="Generator actors, each with an engine of its own.")
+    episodes: int = Field(32, ge=1, description="Episodes at once per generator.")
+    threads: int = Field(1, ge=1, description="CPU threads per generator.")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine that generates.")
+    episode: EpisodeConfig = Field(default_factory=EpisodeConfig, description="Limits and form of an episode.")
+
+
+class GeneratorActor(MeshActor):
+    """Endpoints of `mesh.roles.Generator`."""
+
+    def __init__(
+        self,
+        name: str,
+        config: GeneratorConfig,
+        model_path: str,
+        environment_url: str,
+        environment: EnvironmentConfig,
+        weights: WeightsConfig,
+    ) -> None:
+        super().__init__(name, roles=("rollout_buffer", "rewarder", "trainer"))
+        self.config, self.model_path = config, model_path
+        self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
+        self.engine: EngineLoop | None = None
+        self.counts = {"finished": 0, "truncated": 0, "failed": 0, "refused": 0, "lost": 0, "tokens": 0}
+        self.update_s = 0.0
+        self.trouble = ""
+        self._have_weights = asyncio.Event()
+        self._episodes: set[asyncio.Task[None]] = set()
+
+    async def setup(self) -> None:
+        load_hint_modules(self.environment.hint_modules)
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
+        model = await asyncio.to_thread(
+            load_model, self.model_path, self.config.engine.dtype, self.config.engine.device
+        )
+        engine = TransformersEngine(model, self.config.engine)
+        self.engine = EngineLoop(engine, self.config.engine, name=self.name)
+        client = EnvironmentClient(self.environment_url, self.environment)
+        self.runner = EpisodeRunner(self.tokenizer, self.engine.generate, client, self.config.episode, self.name)
+        self.reader = SnapshotReader(self.weights_config)
+
+    async def run(self) -> None:
+        follow = asyncio.create_task(self._follow())
+        play = asyncio.create_task(self._play())
+        try:
+            await asyncio.wait(
+                {follow, play, asyncio.create_task(self.finishing.wait())}, return_when="FIRST_COMPLETED"
+            )
+            for loop in (follow, play):
+                if loop.done():
+                    loop.result()  # a loop that ended by an error ends the actor with it
+        finally:
+            for task in (follow, play, *self._episodes):
+                task.cancel()
+            await asyncio.gather(follow, play, *self._episodes, return_exceptions=True)
+
+    async def teardown(self) -> None:
+        if self.engine is not None:
+            await self.engine.stop()
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = {"episodes": len(self._episodes), "trouble": self.trouble, **self.counts}
+        if self.engine is not None:
+            stats = self.engine.stats()
+            figures |= {
+                "version": stats.version,
+                "busy_s": stats.busy_s,
+                "idle_s": stats.idle_s,
+                "sampled_tokens": stats.tokens,
+                "cached_tokens": stats.cached_tokens,
+                "updates": stats.updates,
+                "failed_updates": stats.failed_updates,
+                "update_s": self.update_s,
+            }
+        return figures
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Keep the engine at the trainer's newest version. A failed update keeps the old one in use."""
+        assert self.engine is not None
+        trainer, version = self.bindings["trainer"], -1
+        while True:
+            try:
+                newest = await pull_newest(
+                    self.reader,
+                    lambda newer_than: trainer.call(roles.Trainer.weights, newer_than, 10.0),
+                    lambda lease_id: trainer.call(roles.Trainer.release_weights, lease_id),
+                    version,
+                )
+                if newest is None:
+                    continue
+                began = time.monotonic()
+                version, tensors = newest
+                await self.engine.update(version, tensors)
+                self.update_s = time.monotonic() - began
+                self._have_weights.set()
+            except Exception as error:
+                # The next try comes with a newer version; until then episodes go on with the weights in use.
+                self.trouble = f"weights: {error}"
+                await asyncio.sleep(0.5)
+
+    # ---- episodes ------------------------------------------------------------------------------------------------
+
+    async def _play(self) -> None:
+        """Keep every place filled with an episode."""
+        assert self.engine is not None
+        await self._have_weights.wait()
+        while True:
+            free = self.config.episodes - len(self._episodes)
+            if free == 0:
+                await asyncio.wait(self._episodes, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            try:
+                buffer = self.bindings["rollout_buffer"]
+                version = self.engine.stats().version
+                leases = await buffer.call(roles.RolloutBuffer.claim, self.name, version, free, 1.0)
+            except BindingError as error:
+                self.trouble = f"claim: {error}"
+                await asyncio.sleep(0.5)
+                continue
+            for lease in leases:
+                episode = asyncio.create_task(self._episode(lease))
+                self._episodes.add(episode)
+                episode.add_done_callback(self._episodes.discard)
+
+    async def _episode(self, lease: Lease) -> None:
+        try:
+            rollout = await self.runner.run(lease)
+            self.counts[rollout.status] += 1
+            self.counts["tokens"] += rollout.sampled_tokens
+            if rollout.status != "failed":
+                rollout = await self._score(rollout)
+            taken = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.put, rollout)
+            self.counts["refused"] += not taken
+        except Exception as error:
+            # The lease expires and the buffer gives the task out again, so nothing but this work is lost.
+            self.counts["lost"] += 1
+            self.trouble = f"{lease.rollout_id}: {type(error).__name__}: {error}"
+
+    async def _score(self, rollout: Rollout) -> Rollout:
+        try:
+            return await self.bindings["rewarder"].call(roles.Rewarder.score, rollout)
+        except BindingError as error:
+            rollout.reason = f"unscorable: {error}"
+            return rollout
+
+    @concurrent_endpoint
+    async def evaluate(self, seeds: list[int], greedy: bool) -> list[Rollout]:
+        async def one(index: int, seed: int) -> Rollout:
+            lease = evaluation_lease(Task(f"{self.name}-{time.monotonic_ns()}-{index}", -1, seed))
+            return await self._score(await self.runner.run(lease, greedy=greedy))
+
+        await self._have_weights.wait()
+        return list(await asyncio.gather(*[one(index, seed) for index, seed in enumerate(seeds)]))

@@ -1,0 +1,116 @@
+"""The actor that shows the policy a hint and hands out what it would then have done, as full-vocabulary logits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from monarch.actor import concurrent_endpoint
+
+from mesh import roles
+from mesh.actor import MeshActor
+from mesh.messages import HintedContext, LogitsRef
+from services.environments.client import EnvironmentClient
+from services.environments.config import EnvironmentConfig
+from services.models import load_model, load_tokenizer
+from services.training.hinted import HintedTeacher, HintedTeacherConfig, hinted_accuracy
+from services.weights.logits import LogitsStore
+from services.weights.snapshots import SnapshotReader, pull_newest
+
+
+class SDPOTeacherActor(MeshActor):
+    """Endpoints of `mesh.roles.SDPOTeacher`."""
+
+    def __init__(
+        self,
+        name: str,
+        config: HintedTeacherConfig,
+        model_path: str,
+        environment_url: str,
+        environment: EnvironmentConfig,
+    ) -> None:
+        super().__init__(name, roles=("trainer",))
+        self.config, self.model_path = config, model_path
+        self.environment_url, self.environment = environment_url, environment
+        self.counts = {"requests": 0, "contexts": 0, "probes": 0}
+        self.accuracy: float | None = None
+        self.trouble = ""
+        self._one_at_a_time = asyncio.Lock()
+        self._probe: asyncio.Task[None] | None = None
+        self._probe_due = 0
+
+    async def setup(self) -> None:
+        initial = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
+        live = None
+        if self.config.weights != "initial":
+            live = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
+        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
+        self.teacher = HintedTeacher(initial, live, self.config)
+        self.store = LogitsStore()
+        self.reader = SnapshotReader()
+        self.client = EnvironmentClient(self.environment_url, self.environment)
+
+    async def run(self) -> None:
+        if self.config.weights == "initial":
+            await self.finishing.wait()
+            return
+        trainer, version = self.bindings["trainer"], 0
+        while not self.finishing.is_set():
+            try:
+                newest = await pull_newest(
+                    self.reader,
+                    lambda newer_than: trainer.call(roles.Trainer.weights, newer_than, 5.0),
+                    lambda lease_id: trainer.call(roles.Trainer.release_weights, lease_id),
+                    version,
+                )
+                if newest is not None:
+                    async with self._one_at_a_time:
+                        await asyncio.to_thread(self.teacher.follow, *newest)
+                    version = newest[0]
+            except Exception as error:
+                # The teacher stays as it is; the next version is tried when it comes.
+                self.trouble = f"weights: {error}"
+                await asyncio.sleep(0.5)
+
+    async def teardown(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+        if hasattr(self, "store"):
+            await self.store.close()
+
+    def figures(self) -> dict[str, Any]:
+        version = self.teacher.version if hasattr(self, "teacher") else 0
+        return {**self.counts, "version": version, "hinted_accuracy": self.accuracy, "trouble": self.trouble}
+
+    @concurrent_endpoint
+    async def logits(self, contexts: list[HintedContext]) -> LogitsRef:
+        async with self._one_at_a_time:
+            with self.busy:
+                rows, row_offsets = await asyncio.to_thread(self.teacher.aligned_logits, contexts)
+            version = self.teacher.version
+        self.counts["requests"] += 1
+        self.counts["contexts"] += len(contexts)
+        ref = await self.store.put(rows, row_offsets, teacher_version=version, hinted_accuracy=self.accuracy)
+        self._start_probe(contexts)
+        return ref
+
+    @concurrent_endpoint
+    async def release(self, ref_id: str) -> None:
+        await self.store.release(ref_id)
+
+    def _start_probe(self, contexts: list[HintedContext]) -> None:
+        """Measure hinted accuracy every few requests, beside the work and never in its way."""
+        self._probe_due -= 1
+        if contexts and self._probe_due < 0 and (self._probe is None or self._probe.done()):
+            self._probe_due = self.config.probe_every
+            self._probe = asyncio.create_task(self._measure(contexts[: self.config.probe_contexts]))
+
+    async def _measure(self, contexts: list[HintedContext]) -> None:
+        try:
+            async with self._one_at_a_time:
+                actions = await asyncio.to_thread(self.teacher.act, self.tokenizer, contexts)
+            self.accuracy = await hinted_accuracy(self.client, contexts, actions)
+            self.counts["probes"] += 1
+        except Exception as error:
+            # Without a measurement the last one stands; training does not depend on this one.
+            self.trouble = f"hinted accuracy: {type(error).__name__}: {error}"

@@ -1,0 +1,139 @@
+"""The actor that replays finished rollouts to outside teachers and sends what they said as delayed rewards.
+
+Never on the hot path: it pulls rollouts when it has time, and a training step waits for none of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, Literal
+
+from monarch.actor import concurrent_endpoint
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mesh import roles
+from mesh.actor import MeshActor
+from mesh.binding import BindingError
+from mesh.messages import DelayedReward, Rollout, TraceState
+from services.teachers.budget import Budget
+from services.teachers.client import ChatClient
+from services.teachers.config import TeacherConfig, TeachersConfig
+from services.teachers.ledger import Ledger
+from services.teachers.pairs import extract_preference_pairs
+from services.teachers.replay import replay_trace
+from services.teachers.rollout_states import attach_exact_ids, replay_states
+
+ROLLOUTS_AT_ONCE = 16
+
+
+class LocalTeachersConfig(BaseModel):
+    """The bundled teachers: oracles of the toolbox task behind a real HTTP server on loopback."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    count: int = Field(3, ge=1, description="How many teachers.")
+    error_rate: float = Field(0.2, ge=0, le=1, description="Share of wrong answers.")
+    delay_s: float = Field(0.05, ge=0, description="Seconds that each answer takes.")
+    usd_per_million: float = Field(1.0, ge=0, description="A made-up price, so that budget and ledger are exercised.")
+
+
+class TeacherPoolConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    backend: Literal["local", "http", "none"] = Field(
+        "local", description="local: bundled oracles of the toolbox; http: pool.teachers; none: no teachers."
+    )
+    local: LocalTeachersConfig = Field(default_factory=lambda: LocalTeachersConfig(), description="The bundled ones.")
+    pool: TeachersConfig = Field(
+        default_factory=lambda: TeachersConfig(), description="Who is asked, and on what terms."
+    )
+
+    @model_validator(mode="after")
+    def _one_set_of_teachers(self) -> TeacherPoolConfig:
+        if self.backend == "local" and "teachers" in self.pool.model_fields_set:
+            raise ValueError('teachers.pool.teachers are for backend "http": set teachers.backend = "http" to ask them')
+        if self.backend == "local" and self.pool.agreement_threshold > self.local.count:
+            raise ValueError(
+                f"teachers.pool.agreement_threshold {self.pool.agreement_threshold} exceeds teachers.local.count "
+                f"{self.local.count}, so no pair could ever be made: lower the first or raise the second"
+            )
+        return self
+
+    def asked(self, local_url: str | None) -> TeachersConfig:
+        """The pool's settings with the teachers that this backend asks; `local_url` is the bundled server's."""
+        if self.backend != "local":
+            return self.pool
+        price = self.local.usd_per_million
+        teachers = [
+            TeacherConfig(
+                name=f"oracle-{i}", base_url=f"{local_url}/v1", model=f"oracle-{i}",
+                usd_per_million_prompt=price, usd_per_million_completion=price,
+            )
+            for i in range(self.local.count)
+        ]  # fmt: skip
+        return self.pool.model_copy(update={"teachers": teachers})
+
+
+class TeacherPoolActor(MeshActor):
+    """Endpoints of `mesh.roles.TeacherPool`."""
+
+    def __init__(self, name: str, config: TeachersConfig, ledger_path: str) -> None:
+        super().__init__(name, roles=("rollout_buffer",))
+        self.config, self.ledger_path = config, Path(ledger_path)
+        self.counts = {"rollouts": 0, "states": 0, "answers": 0, "errors": 0, "pairs": 0, "from_ledger": 0}
+        self.trouble = ""
+
+    async def setup(self) -> None:
+        self.budget = Budget(self.config.max_total_usd)
+        self.ledger = await asyncio.to_thread(Ledger, self.ledger_path, self.budget)
+        self.client = ChatClient(self.config, self.ledger)
+
+    async def teardown(self) -> None:
+        if hasattr(self, "client"):
+            await self.client.aclose()
+            self.ledger.close()
+
+    def figures(self) -> dict[str, Any]:
+        spent = {"spent_usd": self.budget.spent_usd} if hasattr(self, "budget") else {}
+        return {**self.counts, **spent, "trouble": self.trouble}
+
+    async def run(self) -> None:
+        while not self.finishing.is_set():
+            try:
+                buffer = self.bindings["rollout_buffer"]
+                rollouts = await buffer.call(roles.RolloutBuffer.to_replay, ROLLOUTS_AT_ONCE, 1.0)
+                await asyncio.gather(*[self._replay(rollout) for rollout in rollouts])
+            except BindingError as error:
+                self.trouble = str(error)
+                await asyncio.sleep(0.5)
+
+    async def _replay(self, rollout: Rollout) -> None:
+        """Ask about every failing turn of one rollout, and deliver the pairs."""
+        states = replay_states(rollout)
+        with self.busy:
+            results = await replay_trace(states, self.config.teachers, client=self.client)
+        pairs = extract_preference_pairs(states, results, self.config.agreement_threshold, self.config.weights)
+        answered = [result for result in results if result.error is None]
+        failed = [result for result in results if result.error is not None]
+        self.counts["rollouts"] += 1
+        self.counts["states"] += len(states)
+        self.counts["answers"] += len(answered)
+        self.counts["errors"] += len(failed)
+        self.counts["from_ledger"] += sum(result.from_ledger for result in results)
+        self.counts["pairs"] += len(pairs)
+        if failed:
+            self.trouble = f"{failed[-1].teacher}: {failed[-1].error}"
+        delayed = DelayedReward(
+            rollout_id=rollout.id,
+            states=len(states),
+            answered=len(answered),
+            pairs=attach_exact_ids(pairs, rollout),
+            cost_usd=sum(result.cost_usd for result in results),
+        )
+        await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.delayed, delayed)
+
+    @concurrent_endpoint
+    async def ask(self, messages: list[dict[str, str]]) -> dict[str, str]:
+        results = await replay_trace([TraceState("ask#0", messages, "")], self.config.teachers, client=self.client)
+        return {result.teacher: result.text if result.text is not None else f"({result.error})" for result in results}

@@ -1,0 +1,222 @@
+"""The `milkweed` command. What a user did wrong is one sentence on stderr and exit status 2; a run that failed, 1."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.runs.folder import RunFolder, find_run
+
+if TYPE_CHECKING:
+    from launch.config import Config
+    from launch.driver import Summary
+
+
+class Refused(Exception):
+    """The command cannot be done as it was given. The message is for the user."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, do, and end the process with the command's exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        status = arguments.do(arguments)
+    except (Refused, ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
+        print(f"milkweed: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("milkweed: interrupted", file=sys.stderr)
+        status = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Monarch's exit handlers wait for meshes that are stopped already.
+    os._exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="milkweed", description="Train language-model agents by asynchronous reinforcement learning."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="train; without a config file, the bundled demo")
+    run.add_argument("config", nargs="?", type=Path, help="TOML file (`milkweed config` lists the settings)")
+    run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
+    run.set_defaults(do=_run)
+
+    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint")
+    resume.add_argument("run")
+    resume.set_defaults(do=_resume)
+
+    for name, do, text in [("status", _status, "show a run"), ("stop", _stop, "end a live run in order")]:
+        command = commands.add_parser(name, help=text)
+        command.add_argument("run", help="name or folder of the run")
+        command.set_defaults(do=do)
+
+    config = commands.add_parser("config", help="print every setting with its default and meaning")
+    config.set_defaults(do=_config)
+
+    doctor = commands.add_parser("doctor", help="show what works on this machine, and why the rest does not")
+    doctor.set_defaults(do=_doctor)
+
+    ablate = commands.add_parser("ablate", help="compare the four arms: policy, +sdpo, +replay, both")
+    ablate.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    ablate.add_argument("--steps", type=int, default=80)
+    ablate.add_argument("--out", type=Path, default=Path("ablation"), help="folder for table, plot and runs")
+    ablate.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for every arm")
+    ablate.set_defaults(do=_ablate)
+
+    for command in (resume, commands.choices["status"], commands.choices["stop"]):
+        command.add_argument("--root", default="runs", help="folder that holds the runs")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from launch.config import load_config
+    from launch.models import initial_model
+
+    config = load_config(arguments.config, arguments.set)
+    model = initial_model(config)
+    run = RunFolder(config.run.root, config.run.name)
+    run.write_config(config.model_dump(mode="json", exclude_unset=False))
+    return _drive(config, run, model)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from launch.config import validated
+    from launch.models import initial_model
+
+    run = find_run(arguments.run, arguments.root)
+    config = validated(run.read_config(), str(run.config))
+    return _drive(config, run, initial_model(config))
+
+
+def _drive(config: Config, run: RunFolder, model: Path) -> int:
+    from launch.driver import RunFailed, drive
+
+    print(f"run {run.name} in {run.path}", flush=True)
+    began = time.monotonic()
+    try:
+        summary = asyncio.run(drive(config, run, model))
+    except (RunFailed, RuntimeError) as error:
+        print(f"milkweed: run {run.name} failed: {error}", file=sys.stderr)
+        print(f"milkweed: logs are in {run.logs}; go on with `milkweed resume {run.name}`", file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print(f"milkweed: run {run.name} was ended at once; go on with `milkweed resume {run.name}`", file=sys.stderr)
+        return 130
+    _print_summary(run, summary, time.monotonic() - began)
+    return 0
+
+
+def _print_summary(run: RunFolder, summary: Summary, seconds: float) -> None:
+    print(f"\nrun {run.name} {summary.outcome} after {summary.steps} steps in {seconds:.0f} s")
+    if summary.rewards:
+        first, last = summary.rewards[:5], summary.rewards[-5:]
+        print(f"mean reward: {sum(first) / len(first):.3f} (first {len(first)} steps) -> "
+              f"{sum(last) / len(last):.3f} (last {len(last)} steps)")  # fmt: skip
+    if summary.held_out_reward is not None:
+        print(f"held-out reward: {summary.held_out_reward:.3f}")
+    if summary.accounts:
+        print(f"tasks: {describe_accounts(summary.accounts)}")
+    if summary.policy:
+        print(f"trained model: {summary.policy}")
+    if summary.outcome == "stopped":
+        print(f"go on with: milkweed resume {run.path}")
+
+
+def describe_accounts(accounts: dict[str, Any]) -> str:
+    """Every task by its fate, on one line."""
+    dropped = accounts.get("dropped", {})
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+    rest = {name: accounts.get(name, 0) for name in ("in_work", "ready", "taken")}
+    waiting = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in rest.items() if count)
+    parts = [f"{accounts['issued']} issued", f"{accounts['trained']} trained"]
+    parts += [f"{sum(dropped.values())} dropped ({reasons})"] if dropped else []
+    return "; ".join([*parts, *([waiting] if waiting else [])])
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from launch.remote import view
+
+    run = find_run(arguments.run, arguments.root)
+    live = asyncio.run(view(run))
+    shown = live or run.read_status()
+    if not shown:
+        raise Refused(f"run {run.name} has said nothing yet")
+    state = shown["state"] if live or shown["state"] in ("finished", "stopped", "failed") else "dead"
+    print(f"run {run.name}: {state}, step {shown['step']} of {shown['steps']}")
+    if shown.get("reward") is not None:
+        print(f"mean reward of the last 5 steps: {shown['reward']:.3f}")
+    if state == "dead":
+        print(f"its driver (pid {shown['driver_pid']}) does not answer: go on with `milkweed resume {run.name}`")
+    if shown.get("reason"):
+        print(f"reason: {shown['reason']}")
+    if live:
+        _print_members(live)
+    return 0
+
+
+def _print_members(live: dict[str, Any]) -> None:
+    for name, health in live["members"].items():
+        since = time.time() - health["heard"]
+        shown = {k: health[k] for k in ("version", "step", "episodes", "scored", "contexts", "pairs") if k in health}
+        figures = " ".join(f"{key}={value}" for key, value in shown.items())
+        print(f"  {name:18} pid {health['pid']:<8} heard {since:4.1f} s ago  {figures}")
+        if health.get("trouble"):
+            print(f"  {'':18} last trouble: {health['trouble']}")
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from launch.remote import command
+
+    run = find_run(arguments.run, arguments.root)
+    print(asyncio.run(command(run, "stop")), flush=True)
+    until = time.monotonic() + 180.0
+    while time.monotonic() < until:
+        if run.read_status().get("state") in ("stopped", "finished", "failed") and not run.lock.exists():
+            print(f"run {run.name} has ended; go on with `milkweed resume {run.name}`")
+            return 0
+        time.sleep(0.2)
+    raise Refused(f"run {run.name} did not end within 180 s: see {run.logs / 'driver.log'}")
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from launch.config import settings_of
+
+    section = ""
+    for name, field in settings_of():
+        head, _, key = name.rpartition(".")
+        if head != section:
+            section = head
+            print(f"\n[{section}]")
+        default = field.get_default(call_default_factory=True)
+        shown = json.dumps(default, default=str) if default is not None else "unset"
+        print(f"{key} = {shown if len(shown) < 60 else '(see the documentation)'}\n    {field.description}")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from launch.doctor import checks
+
+    for check in checks():
+        print(f"{'ok ' if check.works else 'no '} {check.name:28} {check.detail}")
+    return 0
+
+
+def _ablate(arguments: argparse.Namespace) -> int:
+    from launch.ablate import ablate
+
+    print(ablate(arguments.out, arguments.seeds, arguments.steps, arguments.set))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

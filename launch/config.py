@@ -1,0 +1,199 @@
+"""The configuration of a run: every section, the rules between sections, and how it is read.
+
+Each section's model stands beside the class it configures; this module only puts them together. A run is started from
+a TOML file, or from the bundled `presets/demo.toml`, plus `--set section.key=value`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from actors.generator import GeneratorConfig
+from actors.rewarder import RewarderConfig
+from actors.teacher_pool import TeacherPoolConfig
+from actors.trainer import TrainerConfig
+from mesh.supervision import SupervisionConfig
+from services.environments.config import EnvironmentConfig
+from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
+from services.rollouts.buffer import BufferConfig
+from services.training.learner import ReplayConfig, SDPOConfig
+from services.weights.snapshots import WeightsConfig
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message has one line per fault, each with its fix."""
+
+
+class RunConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str | None = Field(None, description="Name of the run's folder; unset: the time and a word.")
+    root: str = Field("runs", description="Folder that holds the runs.")
+    seed: int = Field(0, description="Seed of the task stream and of everything that is drawn.")
+    evaluate: int = Field(0, ge=0, description="Held-out tasks played with the final policy at the end of the run.")
+    sample_every: int = Field(5, ge=1, description="Steps between two readable rollout samples.")
+
+
+class ModelConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str | None = Field(
+        None, description="Folder of a Hugging Face causal LM; unset: the demo's tiny model, built and cached."
+    )
+
+
+class Config(BaseModel):
+    """A whole run."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    run: RunConfig = Field(default_factory=lambda: RunConfig(), description="The run as a whole.")
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig(), description="The policy's starting point.")
+    environment: EnvironmentConfig = Field(
+        default_factory=lambda: EnvironmentConfig(), description="The OpenEnv environment."
+    )
+    generator: GeneratorConfig = Field(default_factory=lambda: GeneratorConfig(), description="Who plays episodes.")
+    rollouts: BufferConfig = Field(default_factory=lambda: BufferConfig(), description="Groups, leases and staleness.")
+    rewarder: RewarderConfig = Field(default_factory=lambda: RewarderConfig(), description="Who scores rollouts.")
+    trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig(), description="Steps and checkpoints.")
+    policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(), description="Channel 1: the policy objective.")
+    sdpo: SDPOConfig = Field(default_factory=lambda: SDPOConfig(), description="Channel 2: hint distillation.")
+    replay: ReplayConfig = Field(default_factory=lambda: ReplayConfig(), description="Channel 3: teacher preferences.")
+    teachers: TeacherPoolConfig = Field(
+        default_factory=lambda: TeacherPoolConfig(), description="Outside models that replay the student's turns."
+    )
+    weights: WeightsConfig = Field(default_factory=lambda: WeightsConfig(), description="How weights travel.")
+    supervision: SupervisionConfig = Field(
+        default_factory=lambda: SupervisionConfig(), description="When an actor counts as dead, and what then."
+    )
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        episode, engine = self.generator.episode, self.generator.engine
+        if self.generator.episodes > self.environment.max_sessions:
+            raise ValueError(
+                f"generator.episodes {self.generator.episodes} exceeds environment.max_sessions "
+                f"{self.environment.max_sessions}: every episode needs a session; raise the one or lower the other"
+            )
+        if episode.max_tokens > engine.max_length:
+            raise ValueError(
+                f"generator.episode.max_tokens {episode.max_tokens} exceeds generator.engine.max_length "
+                f"{engine.max_length}: lower the first or raise the second"
+            )
+        if self.replay.beta and self.teachers.backend == "none":
+            raise ValueError("replay.beta > 0 needs teachers: set teachers.backend, or replay.beta = 0")
+        if self.sdpo.alpha and not episode.hint_layers:
+            raise ValueError("sdpo.alpha > 0 needs hints: set generator.episode.hint_layers, or sdpo.alpha = 0")
+        if self.rollouts.total_batches not in (None, self.trainer.steps):
+            raise ValueError("rollouts.total_batches follows trainer.steps: remove it, and set trainer.steps")
+        scaling = _scaling(self.policy)
+        if "advantage_scaling" in self.rollouts.model_fields_set and self.policy.kl_in_reward:
+            scaling = self.rollouts.advantage_scaling
+        if self.policy.kl_in_reward and scaling != "none":
+            raise ValueError(
+                f"policy.kl_in_reward is exact only without standard-deviation scaling (it is {scaling}): "
+                'set policy.objective = "dr_grpo", or policy.kl_in_reward = false'
+            )
+        return self
+
+    def buffer(self) -> BufferConfig:
+        """The rollout buffer's settings with what other sections decide filled in."""
+        derived: dict[str, Any] = {
+            "total_batches": self.trainer.steps,
+            "keep_saves": self.trainer.keep_checkpoints,
+        }
+        if "advantage_scaling" not in self.rollouts.model_fields_set:
+            derived["advantage_scaling"] = _scaling(self.policy)
+        if not self.replay.beta:
+            derived["replay_which"] = "none"
+        return self.rollouts.model_copy(update=derived)
+
+
+def _scaling(policy: PolicyConfig) -> str:
+    return {"group": "group_std", "batch": "batch_std", "none": "none"}[ADVANTAGE_SCALING[policy.objective]]
+
+
+def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
+    """Read a TOML file (None: the demo) and apply `section.key=value` settings. ConfigError says what to mend."""
+    path = path or PRESETS / "demo.toml"
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"no config file {path}; leave it out to run the bundled demo") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for setting in settings:
+        _apply(data, setting)
+    return validated(data, str(path))
+
+
+def validated(data: dict[str, Any], source: str = "the configuration") -> Config:
+    """A `Config` from nested data. ConfigError, one line per fault."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = [_fault(fault) for fault in error.errors()]
+        raise ConfigError(f"{source}: " + "\n".join(lines)) from None
+
+
+def _fault(fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        known = ", ".join(_names_beside(fault["loc"]))
+        return f"{where} is no setting; known there: {known}"
+    message = fault["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message
+
+
+def _names_beside(loc: tuple[Any, ...]) -> list[str]:
+    """The settings that exist where an unknown one was given."""
+    model: Any = Config
+    for part in loc[:-1]:
+        field = model.model_fields.get(part) if isinstance(part, str) else None
+        model = (section_of(field) if field else model) or model
+    return sorted(model.model_fields)
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The model class of a field that is a section (also `Section | None` and `list[Section]`), else None."""
+    for kind in (field.annotation, *get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def settings_of(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting by its dotted name, in the order of the sections."""
+    for name, field in model.model_fields.items():
+        section = section_of(field)
+        if section is not None and field.annotation in (section,):
+            yield from settings_of(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+def _apply(data: dict[str, Any], setting: str) -> None:
+    """`a.b=value`, the value as TOML, or else as a plain string."""
+    name, equals, text = setting.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {setting!r} is not section.key=value, e.g. --set trainer.steps=50")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for part in parts[:-1]:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {setting!r}: {part} is a value, not a section")
+    data[parts[-1]] = value

@@ -1,0 +1,61 @@
+"""Which actor plays which role in a run, with what: the one place that knows all actors' constructors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.generator import GeneratorActor
+from actors.rewarder import RewarderActor
+from actors.rollout_buffer import RolloutBufferActor
+from actors.sdpo_teacher import SDPOTeacherActor
+from actors.teacher_pool import TeacherPoolActor
+from actors.trainer import TrainerActor
+from launch.config import Config
+from launch.services import LocalServers
+from mesh.topology import Place, ProcSpec
+from services.runs.folder import RunFolder
+
+# Roles end in this order: who needs another ends before it.
+FINISH_ORDER = ["trainer", "generator", "teachers", "sdpo_teacher", "rewarder", "rollout_buffer"]
+
+
+def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServers) -> list[Place]:
+    """Every member of the run, in the order in which roles are started: who is needed first comes first."""
+
+    def proc(name: str, threads: int = 1) -> ProcSpec:
+        return ProcSpec(threads=threads, log_path=str(run.logs / f"{name}.log"))
+
+    model, environment = str(model_path), (servers.environment_url, config.environment)
+    sampling = config.generator.episode.temperature
+    filled = [
+        Place(
+            "rollout_buffer", "rollout-buffer-0", RolloutBufferActor,
+            (config.buffer(), config.run.seed, str(run.path), config.run.sample_every), proc("rollout-buffer-0"),
+        )
+    ]  # fmt: skip
+    filled += [
+        Place("rewarder", name, RewarderActor, (config.rewarder.reward,), proc(name))
+        for name in (f"rewarder-{i}" for i in range(config.rewarder.count))
+    ]
+    if config.replay.beta:
+        asked = config.teachers.asked(servers.urls.get("teachers"))
+        name = "teachers-0"
+        filled.append(Place("teachers", name, TeacherPoolActor, (asked, str(run.teachers)), proc(name)))
+    if config.sdpo.alpha and config.sdpo.teacher == "actor":
+        name, hinted = "sdpo-teacher-0", config.sdpo.hinted
+        arguments = (hinted, model, *environment)
+        filled.append(Place("sdpo_teacher", name, SDPOTeacherActor, arguments, proc(name, hinted.threads)))
+    filled.append(
+        Place(
+            "trainer", "trainer-0", TrainerActor,
+            (config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, str(run.path), sampling,
+             config.run.seed),
+            proc("trainer-0", config.trainer.threads),
+        )
+    )  # fmt: skip
+    filled += [
+        Place("generator", name, GeneratorActor, (config.generator, model, *environment, config.weights),
+              proc(name, config.generator.threads))
+        for name in (f"generator-{i}" for i in range(config.generator.count))
+    ]  # fmt: skip
+    return filled

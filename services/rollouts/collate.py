@@ -1,0 +1,94 @@
+"""From arrays to padded tensors, and how many of them fit into one forward pass. The only module here with torch.
+
+Columns. `logits[:, t]` predicts `token_ids[:, t + 1]`. Tensors that belong to predictions (`labels`, `loss_mask`,
+`behaviour_logprobs`) have T - 1 columns: what belongs to token t stands in column t - 1, as in
+`services.losses.logprobs.token_logprobs`. Padding is on the right and known by lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.rollouts.samples import HintedSite, TrainSample
+
+IGNORED = -100  # a label that is in no loss
+
+
+def collate(samples: Sequence[TrainSample], pad_id: int) -> dict[str, Tensor]:
+    """B samples, right-padded to the longest, T.
+
+    token_ids (B, T) int64; attention_mask (B, T) int64, 1 inside the length; lengths (B,) int64;
+    labels (B, T - 1) int64, the id that column t predicts, -100 where it was not sampled;
+    loss_mask (B, T - 1) bool, `labels != -100`; behaviour_logprobs (B, T - 1) float32, 0 where not in the mask;
+    advantages (B,) float32; truncated (B,) bool. ValueError for no samples.
+    """
+    if not samples:
+        raise ValueError("collate: there are no samples; leave the channel out when nothing is to be trained")
+    lengths = torch.tensor([sample.length for sample in samples])
+    rows, longest = len(samples), int(lengths.max())
+    token_ids = torch.full((rows, longest), pad_id, dtype=torch.int64)
+    sampled = torch.zeros(rows, longest, dtype=torch.bool)
+    logprobs = torch.zeros(rows, longest, dtype=torch.float32)
+    for row, sample in enumerate(samples):
+        token_ids[row, : sample.length] = torch.from_numpy(sample.token_ids)
+        sampled[row, : sample.length] = torch.from_numpy(sample.loss_mask)
+        logprobs[row, : sample.length] = torch.from_numpy(sample.logprobs)
+    loss_mask = sampled[:, 1:]
+    return {
+        "token_ids": token_ids,
+        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
+        "lengths": lengths,
+        "labels": token_ids[:, 1:].masked_fill(~loss_mask, IGNORED),
+        "loss_mask": loss_mask,
+        "behaviour_logprobs": logprobs[:, 1:].masked_fill(~loss_mask, 0.0),
+        "advantages": torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+        "truncated": torch.tensor([sample.truncated for sample in samples], dtype=torch.bool),
+    }
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of sequences, grouped so that each group padded to its longest has at most `max_tokens` tokens.
+
+    Every index is in exactly one group, and groups hold sequences of similar length, the longest first. A sequence
+    that is longer than the budget gets a group of its own. ValueError for a budget below 1.
+    """
+    if max_tokens < 1:
+        raise ValueError(f"micro_batches: max_tokens is {max_tokens}; give the tokens that fit into one forward pass")
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        # The first of a group is its longest, so it sets the padded width.
+        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def alignment(sites: Sequence[HintedSite]) -> tuple[Tensor, Tensor]:
+    """`student_idx (B, K)` and `teacher_idx (B, K)`, int64, -1 = padding, for B sites of at most K turn tokens.
+
+    Entry j of row i is where the student (in the site's own sequence) and the hinted teacher (in its context) predict
+    token j of the turn. The teacher's logits at `teacher_idx[i]` are the rows of context i in a `LogitsRef`, in order.
+    """
+    widest = max((site.stop - site.start for site in sites), default=0)
+    student = torch.full((len(sites), widest), -1, dtype=torch.int64)
+    teacher = student.clone()
+    for row, site in enumerate(sites):
+        positions = torch.tensor(site.student_positions, dtype=torch.int64)
+        student[row, : len(positions)] = positions
+        teacher[row, : len(positions)] = torch.tensor(site.teacher_positions, dtype=torch.int64)
+    return student, teacher
+
+
+def student_rows(sites: Sequence[HintedSite], samples: Sequence[TrainSample]) -> list[int]:
+    """For each site, the index of the sample that holds its sequence. ValueError for a site without one."""
+    rows = {(sample.rollout_id, sample.sequence): row for row, sample in enumerate(samples)}
+    missing = [site.rollout_id for site in sites if (site.rollout_id, site.sequence) not in rows]
+    if missing:
+        raise ValueError(
+            f"student_rows: no sample holds the hinted turn of {missing[0]}; pass the samples of its batch"
+        )
+    return [rows[site.rollout_id, site.sequence] for site in sites]

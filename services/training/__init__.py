@@ -1,0 +1,1 @@
+"""One optimizer step from a batch: micro-batches, three channels, and the hinted teacher."""

@@ -1,0 +1,87 @@
+"""What a step will do, laid out before it begins, so that the teacher can be asked while the previous step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from mesh.messages import HintedContext, TrainBatch
+from services.rollouts.collate import micro_batches
+from services.rollouts.samples import TrainSample, flatten, hinted_contexts
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Site:
+    """One failing turn: which sample of its micro-batch, where its first token is predicted, and the hinted context."""
+
+    row: int
+    position: int  # column of the logits that predict the turn's first token
+    context: HintedContext
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    samples: list[TrainSample]
+    sites: list[Site]
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step will do, in order. Teacher rows are read in the order of `contexts`."""
+
+    batch: TrainBatch
+    micro_batches: list[MicroBatch]
+    chosen: list[TrainSample]
+    rejected: list[TrainSample]
+    sites_left_out: int = 0
+
+    @property
+    def contexts(self) -> list[HintedContext]:
+        return [site.context for micro in self.micro_batches for site in micro.sites]
+
+
+def plan_step(
+    batch: TrainBatch,
+    *,
+    max_tokens: int,
+    max_sites: int,
+    pairs: tuple[list[TrainSample], list[TrainSample]] = ([], []),
+) -> StepPlan:
+    """Samples in micro-batches of at most `max_tokens` padded tokens, each with its failing turns that have a hint.
+
+    Of more than `max_sites` failing turns, evenly spread ones are kept. `pairs` are the chosen and rejected samples.
+    """
+    samples = flatten(batch.groups)
+    index_of = {(s.rollout_id, s.sequence): i for i, s in enumerate(samples)}
+    sites = [
+        (index_of[rollout.id, turn.sequence], turn.student_positions[0], turn.context)
+        for group in batch.groups
+        for rollout in group.rollouts
+        for turn in hinted_contexts(rollout)
+    ]
+    kept = evenly(sites, max_sites)
+    micro = []
+    for indices in micro_batches([s.length for s in samples], max_tokens):
+        row_of = {index: row for row, index in enumerate(indices)}
+        here = [Site(row_of[i], position, context) for i, position, context in kept if i in row_of]
+        micro.append(MicroBatch([samples[i] for i in indices], here))
+    return StepPlan(batch, micro, *pairs, sites_left_out=len(sites) - len(kept))
+
+
+def evenly(items: Sequence[T], limit: int) -> list[T]:
+    """At most `limit` of the items, evenly spread, in their order."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def gather_sites(logits: torch.Tensor, sites: Sequence[Site], rows: Sequence[int]) -> torch.Tensor:
+    """The student's rows (N, V) of the aligned tokens: `rows[i]` positions of site `i` from its first on."""
+    where = [(site.row, site.position + j) for site, count in zip(sites, rows, strict=True) for j in range(count)]
+    index = torch.tensor(where, dtype=torch.long, device=logits.device).reshape(-1, 2)
+    return logits[index[:, 0], index[:, 1]]
