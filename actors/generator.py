@@ -4,6 +4,8 @@ Two loops, neither of which waits for the other:
 
     follow:   trainer.weights(newer than mine) ──pull──▶ engine.update ──▶ release the read lease
     episodes: buffer.claim(free places) ──▶ episode ──▶ rewarder.score ──▶ buffer.put
+
+An engine that died ends both, and the actor with them, so that it is placed again; the leases go back to the buffer.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import BindingError
 from mesh.messages import Lease, Rollout, Task
-from services.engines.engine import EngineConfig
+from services.engines.engine import EngineConfig, EngineError
 from services.engines.loop import EngineLoop
 from services.engines.transformers_engine import TransformersEngine
 from services.environments.client import EnvironmentClient
 from services.environments.config import EnvironmentConfig
 from services.environments.hints import load_hint_modules
 from services.models import load_model, load_tokenizer
+from services.rollouts.chat import check_template
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
 from services.weights.snapshots import SnapshotReader, WeightsConfig, pull_newest
+
+GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
 
 class GeneratorConfig(BaseModel):
@@ -61,10 +66,17 @@ class GeneratorActor(MeshActor):
         self.trouble = ""
         self._have_weights = asyncio.Event()
         self._episodes: set[asyncio.Task[None]] = set()
+        self._leases: set[str] = set()  # ids of those that no rollout answered yet
 
     async def setup(self) -> None:
         load_hint_modules(self.environment.hint_modules)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
+        episode = self.config.episode
+        check_template(
+            self.tokenizer,
+            hint_role=episode.hint_role if episode.hint_layers else None,
+            system=bool(episode.system_prompt),
+        )
         model = await asyncio.to_thread(
             load_model, self.model_path, self.config.engine.dtype, self.config.engine.device
         )
@@ -75,19 +87,16 @@ class GeneratorActor(MeshActor):
         self.reader = SnapshotReader(self.weights_config)
 
     async def run(self) -> None:
-        follow = asyncio.create_task(self._follow())
-        play = asyncio.create_task(self._play())
         try:
-            await asyncio.wait(
-                {follow, play, asyncio.create_task(self.finishing.wait())}, return_when="FIRST_COMPLETED"
-            )
-            for loop in (follow, play):
-                if loop.done():
-                    loop.result()  # a loop that ended by an error ends the actor with it
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._follow()), tasks.create_task(self._play(tasks))]
+                await self.finishing.wait()
+                for task in (*loops, *self._episodes):
+                    task.cancel()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         finally:
-            for task in (follow, play, *self._episodes):
-                task.cancel()
-            await asyncio.gather(follow, play, *self._episodes, return_exceptions=True)
+            await self._give_back()
 
     async def teardown(self) -> None:
         if self.engine is not None:
@@ -130,6 +139,8 @@ class GeneratorActor(MeshActor):
                 await self.engine.update(version, tensors)
                 self.update_s = time.monotonic() - began
                 self._have_weights.set()
+            except EngineError:
+                raise
             except Exception as error:
                 # The next try comes with a newer version; until then episodes go on with the weights in use.
                 self.trouble = f"weights: {error}"
@@ -137,8 +148,8 @@ class GeneratorActor(MeshActor):
 
     # ---- episodes ------------------------------------------------------------------------------------------------
 
-    async def _play(self) -> None:
-        """Keep every place filled with an episode."""
+    async def _play(self, tasks: asyncio.TaskGroup) -> None:
+        """Keep every place filled with an episode. EngineError once the engine is dead."""
         assert self.engine is not None
         await self._have_weights.wait()
         while True:
@@ -146,32 +157,48 @@ class GeneratorActor(MeshActor):
             if free == 0:
                 await asyncio.wait(self._episodes, return_when=asyncio.FIRST_COMPLETED)
                 continue
+            engine = self.engine.stats()
+            if engine.dead:
+                raise EngineError(f"the engine died: {engine.dead}")
             try:
                 buffer = self.bindings["rollout_buffer"]
-                version = self.engine.stats().version
-                leases = await buffer.call(roles.RolloutBuffer.claim, self.name, version, free, 1.0)
+                leases = await buffer.call(roles.RolloutBuffer.claim, self.name, engine.version, free, 1.0)
             except BindingError as error:
                 self.trouble = f"claim: {error}"
                 await asyncio.sleep(0.5)
                 continue
             for lease in leases:
-                episode = asyncio.create_task(self._episode(lease))
+                self._leases.add(lease.id)
+                episode = tasks.create_task(self._episode(lease))
                 self._episodes.add(episode)
                 episode.add_done_callback(self._episodes.discard)
 
     async def _episode(self, lease: Lease) -> None:
+        """One rollout, from its lease to the buffer. What the runner raises ends the actor."""
+        rollout = await self.runner.run(lease)
+        self.counts[rollout.status] += 1
+        self.counts["tokens"] += rollout.sampled_tokens
+        if rollout.status != "failed":
+            rollout = await self._score(rollout)
         try:
-            rollout = await self.runner.run(lease)
-            self.counts[rollout.status] += 1
-            self.counts["tokens"] += rollout.sampled_tokens
-            if rollout.status != "failed":
-                rollout = await self._score(rollout)
             taken = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.put, rollout)
             self.counts["refused"] += not taken
-        except Exception as error:
+        except BindingError as error:
             # The lease expires and the buffer gives the task out again, so nothing but this work is lost.
             self.counts["lost"] += 1
-            self.trouble = f"{lease.rollout_id}: {type(error).__name__}: {error}"
+            self.trouble = f"{lease.rollout_id}: {error}"
+        self._leases.discard(lease.id)
+
+    async def _give_back(self) -> None:
+        """Return the leases of episodes that ended early: their tasks need not wait for the leases to expire."""
+        if not self._leases:
+            return
+        buffer = self.bindings["rollout_buffer"]
+        try:
+            async with asyncio.timeout(GIVE_BACK_S):
+                await buffer.call(roles.RolloutBuffer.abandon, sorted(self._leases), f"{self.name} ended")
+        except (BindingError, TimeoutError) as error:
+            self.trouble = f"giving back {len(self._leases)} leases: {error or f'no answer in {GIVE_BACK_S:g} s'}"
 
     async def _score(self, rollout: Rollout) -> Rollout:
         try:

@@ -18,7 +18,7 @@ from mesh.binding import BindingError
 from mesh.messages import DelayedReward, Rollout, TraceState
 from services.teachers.budget import Budget
 from services.teachers.client import ChatClient
-from services.teachers.config import TeacherConfig, TeachersConfig
+from services.teachers.config import TeacherConfig, TeachersConfig, default_teachers
 from services.teachers.ledger import Ledger
 from services.teachers.pairs import extract_preference_pairs
 from services.teachers.replay import replay_trace
@@ -51,7 +51,7 @@ class TeacherPoolConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_set_of_teachers(self) -> TeacherPoolConfig:
-        if self.backend == "local" and "teachers" in self.pool.model_fields_set:
+        if self.backend == "local" and self.pool.teachers != default_teachers():
             raise ValueError('teachers.pool.teachers are for backend "http": set teachers.backend = "http" to ask them')
         if self.backend == "local" and self.pool.agreement_threshold > self.local.count:
             raise ValueError(

@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
     model = initial_model(config)
     run = RunFolder(config.run.root, config.run.name)
-    run.write_config(config.model_dump(mode="json", exclude_unset=False))
+    run.write_config(config.resolved())
     return _drive(config, run, model)
 
 

@@ -104,6 +104,12 @@ class Config(BaseModel):
             )
         return self
 
+    def resolved(self) -> dict[str, Any]:
+        """Every setting as this run uses it, to be written down; reads back as an equal configuration."""
+        data = self.model_dump(mode="json")
+        data["rollouts"]["advantage_scaling"] = self.buffer().advantage_scaling
+        return data
+
     def buffer(self) -> BufferConfig:
         """The rollout buffer's settings with what other sections decide filled in."""
         derived: dict[str, Any] = {

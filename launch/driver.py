@@ -268,12 +268,14 @@ class Driver:
         """Leave nothing behind, whatever happened before."""
         await self.supervisor.stop()
         self.run.mesh_ref.unlink(missing_ok=True)
+        self.say("stopping the directory and the servers")
         if self._directory is not None:
             with contextlib.suppress(Exception):  # it may be gone already, and only that matters
                 await asyncio.wait_for(self._directory.procs.stop(), 20.0)
         await self.servers.stop()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(shutdown_context(), 30.0)
+        self.say("all released")
         self._log.close()
 
     # ---- signals -------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from launch.config import Config
@@ -14,7 +12,7 @@ class NoModel(ValueError):
 
 
 def initial_model(config: Config) -> Path:
-    """The folder of the initial policy. The demo's model is built on first use, in a process of its own."""
+    """The folder of the initial policy. The demo's model is built on first use and cached."""
     if config.model.path is not None:
         path = Path(config.model.path).expanduser()
         if not (path / "config.json").is_file():
@@ -23,11 +21,7 @@ def initial_model(config: Config) -> Path:
     if config.environment.toolbox is None:
         raise NoModel("another environment than the bundled toolbox needs a model of yours: set model.path")
     level = config.environment.toolbox.level
-    print(f"looking for the demo's model (level {level}); it is built once, in about a minute", flush=True)
-    code = "import sys; from services.demo.warm_start import demo_model; print(demo_model(sys.argv[1]))"
-    built = subprocess.run(
-        [sys.executable, "-c", code, level], capture_output=True, text=True, timeout=900, check=False
-    )
-    if built.returncode:
-        raise NoModel(f"the demo's model could not be built: {built.stderr.strip().splitlines()[-1]}")
-    return Path(built.stdout.strip().splitlines()[-1])
+    from services.demo.warm_start import demo_model  # here, because most runs that name a model never need it
+
+    print(f"the demo's model (level {level}) is built on first use, in about a minute", flush=True)
+    return demo_model(level)

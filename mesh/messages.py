@@ -200,7 +200,7 @@ class RegionRef:
     nbytes: int
     host: str
     shm_path: str | None  # readers on the same host map this file
-    rdma: Any | None  # monarch.rdma.RDMABuffer
+    rdma: Any | None  # a tuple of monarch.rdma.RDMABuffer: consecutive blocks, each read whole
 
 
 @dataclass(slots=True)
@@ -229,7 +229,8 @@ class WeightsRef:
 class LogitsRef:
     """Hint-conditioned logits of the aligned positions only: float32 rows `(rows, vocab)` in registered memory.
 
-    Context `i` of the request owns rows `row_offsets[i] : row_offsets[i + 1]`, one row per turn token.
+    Context `i` of the request owns rows `row_offsets[i] : row_offsets[i + 1]`: one per aligned turn token, from the
+    turn's first on.
     """
 
     id: str

@@ -207,6 +207,7 @@ class Supervisor:
         """Let these roles end in an orderly way, one after the other; bounded, and what fails is logged."""
         for role in finishing:
             names = [m.name for m in self.tables[role].members] if role in self.tables else []
+            self.log(f"ending {', '.join(names) or f'no {role}'}")
             limits = [self.placed[name].place.actor.finish_limit_s + 15.0 for name in names]
             ended = await asyncio.gather(
                 *[self._ask(name, Member.finish, limit) for name, limit in zip(names, limits, strict=True)],
@@ -218,6 +219,7 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop all procs. What does not stop in time is killed."""
+        self.log("stopping all procs")
         await asyncio.gather(*[_stop_procs(placed, self.log) for placed in self.placed.values()])
         for name in list(self.health):
             _kill(self.health.pop(name))

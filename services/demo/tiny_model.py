@@ -18,8 +18,8 @@ class TinyModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    hidden_size: int = Field(default=80, gt=0, description="Width of the residual stream.")
-    intermediate_size: int = Field(default=160, gt=0, description="Width of the gated MLP.")
+    hidden_size: int = Field(default=64, gt=0, description="Width of the residual stream.")
+    intermediate_size: int = Field(default=128, gt=0, description="Width of the gated MLP.")
     layers: int = Field(default=3, gt=1, description="Decoder layers; copying a hint takes at least two.")
     heads: int = Field(default=4, gt=0, description="Attention heads, each with its own key and value.")
     head_dim: int = Field(

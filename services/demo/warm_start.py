@@ -31,6 +31,8 @@ from services.demo.tokenizer import build_tokenizer
 from services.environments.toolbox import grammar
 from services.environments.toolbox.grammar import Demonstration, demonstration, level_ops
 
+Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained
+
 MEASURED_FILE = "warm_start.json"
 _FRESH = 1_000_000  # first seed of the problems that measure; demonstrations draw from their own stream
 
@@ -42,7 +44,7 @@ class WarmStartConfig(BaseModel):
 
     model: TinyModelConfig = Field(default_factory=lambda: TinyModelConfig(), description="Shape of the decoder.")
     batch: int = Field(default=32, gt=0, description="Demonstrations per step.")
-    lr: float = Field(default=3e-3, gt=0, description="AdamW learning rate while it is constant.")
+    lr: float = Field(default=4e-3, gt=0, description="AdamW learning rate while it is constant.")
     warm_up: int = Field(default=20, ge=1, description="Steps of linear warm-up.")
     check_every: int = Field(default=25, gt=0, description="Steps between two looks at the hinted accuracy.")
     cool_down: int = Field(default=50, ge=0, description="Steps of linear decay after hints are followed.")
@@ -51,16 +53,20 @@ class WarmStartConfig(BaseModel):
     p_error: float = Field(
         default=0.25, ge=0, le=1, description="Share of the demonstrated calls that follow a refused one."
     )
-    target: float = Field(
-        default=0.95, ge=0, le=1, description="Hinted accuracy (greedy) that counts as following hints."
-    )
+    target: float = Field(default=0.97, ge=0, le=1, description="Hinted accuracy (greedy) that starts the cool-down.")
+    required: float = Field(default=0.95, ge=0, le=1, description="Hinted accuracy below which the result is refused.")
     problems: int = Field(default=256, ge=4, description="Fresh problems of the final measurement; a look takes 1/4.")
     threads: int = Field(default=1, ge=1, description="torch threads; another number gives slightly other parameters.")
 
     @model_validator(mode="after")
-    def _hints_are_shown(self) -> WarmStartConfig:
+    def _hints_can_be_learned(self) -> WarmStartConfig:
         if self.p_hint == 0:
             raise ValueError("p_hint=0 shows no hint, so following hints cannot be learned: use .3 or more")
+        if self.required > self.target:
+            raise ValueError(
+                f"required={self.required} is above target={self.target}, so training would stop too early: "
+                "raise target or lower required"
+            )
         return self
 
 
@@ -91,27 +97,27 @@ def warm_start(
     level_ops(level)
     tokenizer, model = build_tokenizer(), build_model(config.model, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.0)
-    demonstrations = _stream(level, seed, config)
+    batches = _batches(tokenizer, level, seed, config)
     started, cpu_started = time.monotonic(), time.process_time()
     accuracy, loss, step = -1.0, float("nan"), 0
 
     with _threads(config.threads):
         while accuracy < config.target:
             if step >= config.max_steps:
-                raise RuntimeError(_not_following(level, seed, step, accuracy, loss, config))
+                raise RuntimeError(_not_following(level, seed, step, accuracy, config.target, loss))
             for _ in range(config.check_every):
                 scale = min(1.0, (step + 1) / config.warm_up)
-                loss = _train_step(model, tokenizer, optimizer, demonstrations, config.batch, config.lr * scale)
+                loss = _train_step(model, optimizer, next(batches), config.lr * scale)
                 step += 1
             accuracy = hinted_accuracy(model, tokenizer, level, config.problems // 4)
 
         for left in range(config.cool_down, 0, -1):
             scale = left / (config.cool_down + 1)
-            loss = _train_step(model, tokenizer, optimizer, demonstrations, config.batch, config.lr * scale)
+            loss = _train_step(model, optimizer, next(batches), config.lr * scale)
         step += config.cool_down
         accuracy = hinted_accuracy(model, tokenizer, level, config.problems)
-        if accuracy < config.target:
-            raise RuntimeError(_not_following(level, seed, step, accuracy, loss, config))
+        if accuracy < config.required:
+            raise RuntimeError(_not_following(level, seed, step, accuracy, config.required, loss))
         unhinted = play(model, tokenizer, level, _fresh(config.problems), hinted=False, greedy=False, seed=seed)
 
     measured = Measured(
@@ -137,7 +143,7 @@ def hinted_accuracy(
     return sum(episode.reward > 0 and episode.errors == 0 for episode in episodes) / problems
 
 
-def training_ids(chat: Demonstration, tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[bool]]:
+def training_ids(chat: Demonstration, tokenizer: PreTrainedTokenizerFast) -> Row:
     """Token ids of a demonstration as the chat template renders it, and which of them are trained.
 
     Of a trained assistant turn the content and its `<|end|>` are trained, the role token is not.
@@ -200,25 +206,22 @@ def _fingerprint(level: str, config: WarmStartConfig) -> str:
     return digest.hexdigest()[:12]
 
 
-def _stream(level: str, seed: int, config: WarmStartConfig) -> Iterator[Demonstration]:
+def _batches(tokenizer: PreTrainedTokenizerFast, level: str, seed: int, config: WarmStartConfig) -> Iterator[list[Row]]:
+    """Batches of demonstrations of like length, which saves a third of the padding that random batches would have."""
     rng = random.Random(seed)
     while True:
-        yield demonstration(level, rng, config.p_hint, config.p_error)
+        chats = [demonstration(level, rng, config.p_hint, config.p_error) for _ in range(8 * config.batch)]
+        rows = sorted((training_ids(chat, tokenizer) for chat in chats), key=lambda row: len(row[0]))
+        batches = [rows[i : i + config.batch] for i in range(0, len(rows), config.batch)]
+        rng.shuffle(batches)
+        yield from batches
 
 
-def _train_step(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    optimizer: torch.optim.Optimizer,
-    demonstrations: Iterator[Demonstration],
-    batch: int,
-    lr: float,
-) -> float:
+def _train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, rows: list[Row], lr: float) -> float:
     """One step on the mean cross-entropy of the trained tokens; returns it in nats per token."""
-    rows = [training_ids(next(demonstrations), tokenizer) for _ in range(batch)]
     width = max(len(ids) for ids, _ in rows)
-    ids = torch.zeros(batch, width, dtype=torch.long)
-    trained = torch.zeros(batch, width, dtype=torch.bool)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    trained = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, (row_ids, row_trained) in enumerate(rows):
         ids[row, : len(row_ids)] = torch.tensor(row_ids)
         trained[row, : len(row_ids)] = torch.tensor(row_trained)
@@ -238,10 +241,10 @@ def _fresh(problems: int) -> range:
     return range(_FRESH, _FRESH + problems)
 
 
-def _not_following(level: str, seed: int, step: int, accuracy: float, loss: float, config: WarmStartConfig) -> str:
+def _not_following(level: str, seed: int, step: int, accuracy: float, wanted: float, loss: float) -> str:
     return (
         f"the warm start for level {level!r}, seed {seed} solves {accuracy:.2f} of the hinted problems after {step} "
-        f"steps (wanted {config.target}; loss {loss:.3f}): raise max_steps or p_hint, or take another seed"
+        f"steps (wanted {wanted}; loss {loss:.3f}): raise max_steps or p_hint, or take another seed"
     )
 
 

@@ -23,7 +23,7 @@ import itertools
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from services.environments.config import EnvironmentConfig
 from services.environments.connection import Connection, ErrorReply, SessionLost
@@ -154,11 +154,8 @@ class Session:
         if not 0 <= turn <= len(self.actions):
             raise IndexError(f"turn {turn} of seed {self.seed}: the episode has had {len(self.actions)} actions so far")
         transcript = (await self.server_state()).get("transcript")
-        if transcript is None:
-            transcript = [{"role": "user", "content": self._contents[0]}]
-            for action, content in zip(self.actions, self._contents[1:], strict=True):
-                transcript += [{"role": "assistant", "content": action}, {"role": "tool", "content": content}]
-        return transcript[: 2 * turn + 1]
+        chat = transcript if _is_chat(transcript) else self._record()
+        return chat[: 2 * turn + 1]
 
     async def server_state(self) -> dict[str, Any]:
         """The server's state of this episode as it is."""
@@ -239,6 +236,12 @@ class Session:
         except ValueError as error:
             raise self._failure(str(error)) from error
 
+    def _record(self) -> list[dict[str, str]]:
+        chat = [{"role": "user", "content": self._contents[0]}]
+        for action, content in zip(self.actions, self._contents[1:], strict=True):
+            chat += [{"role": "assistant", "content": action}, {"role": "tool", "content": content}]
+        return chat
+
     def _check_started(self) -> None:
         if not self._contents:
             raise RuntimeError("this session has no episode: call reset(seed) first")
@@ -282,6 +285,12 @@ def _fields(reply: dict[str, Any]) -> dict[str, Any]:
     """The observation's fields, those that a server sends inside `metadata` among them."""
     observation = dict(reply.get("observation") or {})
     return {**(observation.pop("metadata", None) or {}), **observation}
+
+
+def _is_chat(transcript: Any) -> TypeGuard[list[dict[str, str]]]:
+    return isinstance(transcript, list) and all(
+        isinstance(m, dict) and {"role", "content"} <= set(m) for m in transcript
+    )
 
 
 def _turn_of(reply: dict[str, Any]) -> int:

@@ -2,7 +2,8 @@
 
 The contract between the two sides: the server prints one JSON line `{"port": N}` once it accepts connections, and ends
 when its standard input ends. `ServerProcess` holds the other end of that pipe and never writes to it. The kernel closes
-it however the parent dies, `kill -9` included, so no server is left behind.
+it however the parent dies, `kill -9` included, so no server is left behind. (A child that the parent forks without exec
+would hold the pipe too: start servers from processes that do not fork.)
 
 A server's output goes to its log file, where the announcement is read from: a pipe would have to be drained for as long
 as the server lives, and the log is also where the reason of a failed start is found.
@@ -23,6 +24,7 @@ from typing import Self
 
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds our top-level packages
 TAIL_LINES = 15
+TAIL_BYTES = 2**14
 
 
 class ServerFailure(RuntimeError):
@@ -135,10 +137,11 @@ class ServerProcess:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _output(self) -> str:
-        """What this start of the server has written; earlier ones wrote to the same file."""
+    def _output(self, last_bytes: int | None = None) -> str:
+        """What this start of the server has written, or the end of it; earlier starts wrote to the same file."""
         with self.log_path.open("rb") as log:
-            log.seek(self._log_start)
+            size = log.seek(0, os.SEEK_END)
+            log.seek(self._log_start if last_bytes is None else max(self._log_start, size - last_bytes))
             return log.read().decode(errors="replace")
 
     def _announced_port(self) -> int | None:
@@ -151,7 +154,7 @@ class ServerProcess:
         return None
 
     def _said(self) -> str:
-        tail = self._output().splitlines()[-TAIL_LINES:]
+        tail = self._output(TAIL_BYTES).splitlines()[-TAIL_LINES:]
         return f"log {self.log_path} ends with:\n" + "\n".join(tail or ["(nothing was written)"])
 
 

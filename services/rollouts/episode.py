@@ -1,7 +1,12 @@
 """One episode: generate, act, read, again, until the environment is done or a limit is reached.
 
+    reset ─▶ prompt ─▶ sample a turn ─▶ step ─▶ done? ─▶ finished
+                 ▲                         │
+                 └──── observation ◀───────┴─▶ max_turns or max_tokens ─▶ truncated
+
 A limit of the agent's (turns, tokens) truncates the rollout, and it is scored as it stands. A failure of anything else
-(environment, engine, time) makes it `failed`: it has no reward, and the buffer gives the task out again.
+(environment, this one request of the engine, time) makes it `failed`: it has no reward, and the buffer gives the task
+out again. An engine that serves nobody any more is not one episode's failure: that EngineError goes through.
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh.messages import ErrorSite, Lease, Rollout, RolloutStatus, Task, Turn
 from services.engines.engine import Generation, GenerationRequest
@@ -32,12 +37,26 @@ class EpisodeConfig(BaseModel):
     max_tokens: int = Field(400, ge=2, description="Tokens of a rollout, prompt and observations included.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides logits by it too.")
     time_limit_s: float = Field(120.0, gt=0, description="Seconds an episode may take before it is failed.")
+    truncated_reward: float | None = Field(
+        0.0,
+        description="Environment's reward of a truncated rollout for which it has named none so far. None leaves such "
+        "rollouts unscorable, and then nothing discourages an agent from running into its limits.",
+    )
     system_prompt: str = Field("", description="A system message before the environment's first observation.")
     hint_role: str = Field("hint", description="Role of the message that holds a hint; the chat template must know it.")
     hint_layers: list[str] = Field(
         ["template", "raw_error"], description="Where hints come from, in order: template, raw_error."
     )
     max_hint_chars: int = Field(2000, ge=1, description="A longer hint is cut to this many characters.")
+
+    @model_validator(mode="after")
+    def _known_layers(self) -> EpisodeConfig:
+        HintLayers(self.hint_layers)
+        return self
+
+
+class _Failed(Exception):
+    """The episode cannot go on, for a reason that says nothing about the agent."""
 
 
 @dataclass(slots=True)
@@ -47,6 +66,7 @@ class _Record:
     recorder: SequenceRecorder | None = None
     turns: list[Turn] = field(default_factory=list)
     env_reward: float | None = None
+    waits_for: str = ""  # named when the time is up
 
 
 class EpisodeRunner:
@@ -60,22 +80,22 @@ class EpisodeRunner:
         self.hints = HintLayers(config.hint_layers)
 
     async def run(self, lease: Lease, *, greedy: bool = False) -> Rollout:
-        """The rollout of a lease; never raises for what the environment, the engine or the clock did."""
+        """The rollout of a lease, failed or not. Raises EngineError when the engine serves nobody any more."""
         began, record, chat = time.monotonic(), _Record(), ChatText(self.tokenizer, self.config.hint_role)
+        status: RolloutStatus = "failed"
         try:
             async with asyncio.timeout(self.config.time_limit_s):
                 status, reason = await self._play(lease, chat, record, greedy)
         except TimeoutError:
-            status, reason = "failed", f"not done after {self.config.time_limit_s:g} s"
-        except EnvironmentFailure as error:
-            status, reason = "failed", str(error)
-        sequences = record.recorder.sequences if record.recorder else []
+            reason = f"not done after {self.config.time_limit_s:g} s, when it waited for {record.waits_for}"
+        except (EnvironmentFailure, _Failed) as error:
+            reason = str(error)
         return Rollout(
             id=lease.rollout_id,
             task=lease.task,
             member=lease.member,
             lease_id=lease.id,
-            sequences=sequences,
+            sequences=record.recorder.sequences if record.recorder else [],
             turns=record.turns,
             messages=chat.messages,
             status=status,
@@ -85,63 +105,74 @@ class EpisodeRunner:
             seconds=time.monotonic() - began,
         )
 
-    async def _play(
-        self, lease: Lease, chat: ChatText, record: _Record, greedy: bool
-    ) -> tuple[RolloutStatus, str]:
+    async def _play(self, lease: Lease, chat: ChatText, record: _Record, greedy: bool) -> tuple[RolloutStatus, str]:
+        record.waits_for = "a session of the environment"
         async with self.environment.session() as session:
+            record.waits_for = "the environment's reset"
             observation = await session.reset(lease.task.seed)
             system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-            record.recorder = SequenceRecorder(chat.open([*system, {"role": "user", "content": observation.content}]))
-            repeats = _Repeats()
-            while True:
-                room = self.config.max_tokens - len(chat.ids)
-                if room < 1 or len(record.turns) >= self.config.max_turns:
-                    what = f"max_tokens {self.config.max_tokens}" if room < 1 else f"max_turns {self.config.max_turns}"
-                    return "truncated", f"reached {what}"
-                generation = await self.generate(self._request(lease, chat, len(record.turns), room, greedy))
-                if generation.finish_reason in ("abort", "error"):
-                    return "failed", f"the engine ended the turn: {generation.error or generation.finish_reason}"
-                before = _before(chat)
-                sequence, start, stop = record.recorder.append_sampled(
-                    generation.token_ids, generation.logprobs, generation.versions
-                )
+            recorder = SequenceRecorder(chat.open([*system, {"role": "user", "content": observation.content}]))
+            record.recorder, repeats = recorder, _Repeats()
+            new_ids, rewritten = list[int](), False
+            while not (limit := self._reached(chat, record.turns)):
+                # Recorded only now: behind the last turn it would be computed in training for nothing.
+                if rewritten:
+                    recorder.fork(new_ids)
+                else:
+                    recorder.append_context(new_ids)
+                before, number = chat.copy(), len(record.turns)
+                record.waits_for = f"the engine at turn {number}"
+                generation = await self._sample(self._request(lease, chat, number, greedy))
+                place = recorder.append_sampled(generation.token_ids, generation.logprobs, generation.versions)
                 text = chat.sampled(generation.token_ids)
+                record.waits_for = f"the environment at turn {number}"
                 observation = await session.step(text)
-                turn = Turn(sequence, start, stop, text, observation.content, observation.reward)
+                turn = Turn(*place, text, observation.content, observation.reward)
+                times = repeats.count(observation.error_kind)
                 if observation.error_kind:
-                    turn.error = self._site(observation, before, repeats.count(observation.error_kind))
-                else:
-                    repeats.count(None)
+                    turn.error = self._site(observation.error_kind, observation, before, times)
                 record.turns.append(turn)
-                ids, forked = chat.extend([{"role": "tool", "content": observation.content}])
+                record.env_reward = observation.reward
+                new_ids, rewritten = chat.extend([{"role": "tool", "content": observation.content}])
                 if observation.done:
-                    record.env_reward = observation.reward
                     return "finished", ""
-                if forked:
-                    record.recorder.fork(ids)
-                else:
-                    record.recorder.append_context(ids)
+            if record.env_reward is None:
+                record.env_reward = self.config.truncated_reward
+            return "truncated", f"reached {limit}"
 
-    def _request(self, lease: Lease, chat: ChatText, turn: int, room: int, greedy: bool) -> GenerationRequest:
+    def _reached(self, chat: ChatText, turns: list[Turn]) -> str:
+        """The limit that allows no other turn, or nothing."""
+        if len(turns) >= self.config.max_turns:
+            return f"max_turns {self.config.max_turns}"
+        return f"max_tokens {self.config.max_tokens}" if len(chat.ids) >= self.config.max_tokens else ""
+
+    def _request(self, lease: Lease, chat: ChatText, turn: int, greedy: bool) -> GenerationRequest:
         return GenerationRequest(
             id=f"{lease.id}#{turn}",
             prompt_ids=list(chat.ids),
-            max_tokens=min(self.config.max_new_tokens, room),
+            max_tokens=min(self.config.max_new_tokens, self.config.max_tokens - len(chat.ids)),
             temperature=self.config.temperature,
             stop_ids=(self.tokenizer.eos_token_id,),
             greedy=greedy,
         )
 
-    def _site(self, observation: Observation, before: ChatText, repeats: int) -> ErrorSite:
+    async def _sample(self, request: GenerationRequest) -> Generation:
+        """What the engine samples for a request that it can serve."""
+        try:
+            generation = await self.generate(request)
+        except (ValueError, TimeoutError) as error:  # of this request; the engine goes on
+            raise _Failed(f"the engine: {error}") from error
+        if generation.finish_reason in ("abort", "error"):
+            raise _Failed(f"the engine ended the turn: {generation.error or generation.finish_reason}")
+        if not generation.token_ids:
+            raise _Failed(f"the engine sampled no token for request {request.id}")
+        return generation
+
+    def _site(self, kind: str, observation: Observation, before: ChatText, repeats: int) -> ErrorSite:
         """The failing turn with its hint, and the hint's tokens as they would have stood before the turn."""
-        assert observation.error_kind
-        site = ErrorSite(observation.error_kind, observation.content)
+        site = ErrorSite(kind, observation.content)
         found = self.hints.hint_for(
-            observation.error_kind,
-            observation.hint_template_key,
-            observation.hint_context,
-            observation.content,
-            repeats,
+            kind, observation.hint_template_key, observation.hint_context, observation.content, repeats
         )
         if found:
             hint, site.hint_layer = found
@@ -159,16 +190,9 @@ class _Repeats:
         self._times = 0
 
     def count(self, kind: str | None) -> int:
-        self._times = self._times + 1 if kind is not None and kind == self._kind else 1
+        self._times = self._times + 1 if kind == self._kind else 1
         self._kind = kind
         return self._times
-
-
-def _before(chat: ChatText) -> ChatText:
-    """The chat as it stands before a turn: what a hint for that turn is put into."""
-    copy = ChatText(chat.tokenizer, chat.hint_role)
-    copy.messages, copy.ids, copy._text = list(chat.messages), list(chat.ids), chat._text
-    return copy
 
 
 def evaluation_lease(task: Task, member: int = 0) -> Lease:

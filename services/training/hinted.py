@@ -9,14 +9,20 @@ distribution; `align = "prefix"` ends there.
 from __future__ import annotations
 
 import asyncio
+import copy
+import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh.messages import HintedContext
-from services.environments.client import EnvironmentClient
+from services.environments.client import EnvironmentClient, EnvironmentFailure
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class HintedTeacherConfig(BaseModel):
@@ -43,51 +49,70 @@ class HintedTeacherConfig(BaseModel):
     device: str = Field("cpu", description="Torch device of the teacher.")
     threads: int = Field(1, ge=1, description="CPU threads of the teacher's process.")
 
+    @model_validator(mode="after")
+    def _average_in_full_precision(self) -> HintedTeacherConfig:
+        if self.weights == "ema" and self.dtype != "float32":
+            raise ValueError(
+                f"an average in {self.dtype} stands still, its steps are smaller than the type resolves: set "
+                "dtype = 'float32', or weights = 'initial'"
+            )
+        return self
+
 
 class HintedTeacher:
-    """Aligned logits, and actions, of the policy with a hint in its context. `live` may be None for `initial`."""
+    """Aligned logits, and actions, of the policy with a hint in its context.
 
-    def __init__(self, initial: Any, live: Any | None, config: HintedTeacherConfig) -> None:
+    `live` is where the teacher's own weights start, for every kind but `initial`. They are a copy, so that the model
+    that is passed may go on training while the teacher answers, and a new version is taken in between two answers only.
+    """
+
+    def __init__(self, initial: PreTrainedModel, live: PreTrainedModel | None, config: HintedTeacherConfig) -> None:
         if config.weights != "initial" and live is None:
             raise ValueError(f"a teacher with weights {config.weights!r} needs the live model beside the initial one")
         self.config = config
         self.version = 0
-        self._initial, self._live = initial, live
-        self._model = initial if config.weights == "initial" or live is None else live
+        self._initial = initial.eval()
+        self._own = None if config.weights == "initial" or live is None else copy.deepcopy(live).eval()
+        self._model = initial if self._own is None else self._own
         self._followed = False
+        self._lock = threading.Lock()
 
     @torch.no_grad()
     def follow(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take in the policy's weights of `version`, as the configured kind of teacher does."""
-        if self._live is None:
+        """Take in the policy's weights of `version`, by parameter name, as the configured kind of teacher does."""
+        if self._own is None:
             return
         # A teacher that joins later than version 1 has no average yet: it starts at what it is given.
         averages = self.config.weights == "ema" and (self._followed or version == 1)
-        kept = self.config.ema if averages else 0.0
-        for name, parameter in self._live.named_parameters():
-            new = tensors[name].to(parameter)
-            parameter.copy_(new if kept == 0.0 else torch.lerp(new.float(), parameter.float(), kept).to(parameter))
-        self.version, self._followed = version, True
+        # Versions that it missed count as often as if it had seen them: the average does not depend on its speed.
+        kept = self.config.ema ** max(1, version - self.version) if averages else 0.0
+        with self._lock:
+            for name, parameter in self._own.named_parameters():
+                new = tensors[name].to(parameter)
+                parameter.copy_(new.lerp(parameter, kept) if kept else new)
+            self.version, self._followed = version, True
 
     @torch.no_grad()
     def aligned_logits(self, contexts: Sequence[HintedContext]) -> tuple[torch.Tensor, list[int]]:
         """Logits (N, V) float32 of the aligned turn tokens, and each context's row offsets (len(contexts) + 1).
 
         Row `row_offsets[i] + j` predicts turn token `j` of context `i`; the number of rows is where alignment ends. A
-        context over `max_context` has no row.
+        context over `max_context` has no row, with a warning; N may be 0.
         """
-        rows: list[torch.Tensor] = [torch.empty(0)] * len(contexts)
-        for indices in self._batches(contexts):
-            batch = [contexts[i].prompt_ids + contexts[i].turn_ids for i in indices]
-            logits = self._logits(batch)
-            for row, index in enumerate(indices):
-                first = len(contexts[index].prompt_ids) - 1
-                turn = logits[row, first : first + len(contexts[index].turn_ids)].float().cpu()
-                rows[index] = turn[: self._aligned(turn, contexts[index].turn_ids)]
+        rows = [self._no_rows()] * len(contexts)
+        lengths = [len(context.prompt_ids) + len(context.turn_ids) for context in contexts]
+        with self._lock:
+            for indices in self._batches(lengths):
+                firsts = [len(contexts[i].prompt_ids) - 1 for i in indices]
+                logits = self._logits([contexts[i].prompt_ids + contexts[i].turn_ids for i in indices], min(firsts))
+                for row, index, first in zip(logits, indices, firsts, strict=True):
+                    turn_ids = contexts[index].turn_ids
+                    turn = row[first - min(firsts) :][: len(turn_ids)].cpu()
+                    rows[index] = turn[: self._aligned(turn, turn_ids)]
         offsets = [0]
         for part in rows:
-            offsets.append(offsets[-1] + (part.shape[0] if part.dim() == 2 else 0))
-        return torch.cat([part for part in rows if part.dim() == 2]), offsets
+            offsets.append(offsets[-1] + len(part))
+        return torch.cat([self._no_rows(), *rows]), offsets
 
     def _aligned(self, logits: torch.Tensor, turn_ids: Sequence[int]) -> int:
         """How many tokens of the turn are distilled: all, or up to and including the first that is rejected."""
@@ -98,71 +123,106 @@ class HintedTeacher:
         return int(rejected[0]) + 1 if len(rejected) else len(turn_ids)
 
     @torch.no_grad()
-    def act(self, tokenizer: Any, contexts: Sequence[HintedContext], max_new_tokens: int = 32) -> list[str]:
-        """What the hinted teacher does, greedily: one text per context."""
-        sequences = [list(context.prompt_ids) for context in contexts]
-        actions: list[list[int]] = [[] for _ in contexts]
-        open_ = [i for i, s in enumerate(sequences) if len(s) + max_new_tokens <= self.config.max_context]
-        for _ in range(max_new_tokens):
-            if not open_:
-                break
-            logits = self._logits([sequences[i] for i in open_])
-            ends = torch.tensor([len(sequences[i]) - 1 for i in open_], device=logits.device)
-            picked = logits[torch.arange(len(open_), device=logits.device), ends].argmax(-1).tolist()
-            for i, token in zip(open_, picked, strict=True):
-                sequences[i].append(token)
-                actions[i].append(token)
-            open_ = [i for i in open_ if actions[i][-1] != tokenizer.eos_token_id]
-        return [
-            tokenizer.decode(a[:-1] if a and a[-1] == tokenizer.eos_token_id else a, skip_special_tokens=False)
-            for a in actions
-        ]
+    def act(
+        self, tokenizer: PreTrainedTokenizerBase, contexts: Sequence[HintedContext], max_new_tokens: int = 32
+    ) -> list[str | None]:
+        """What the hinted teacher does, greedily: one text per context, without the end-of-turn token.
 
-    def _logits(self, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Logits (B, T, V) of right-padded sequences, from the configured weights."""
+        None for a context that has no room for an action within `max_context`.
+        """
+        actions: list[str | None] = [None] * len(contexts)
+        with self._lock:
+            for indices in self._batches([len(context.prompt_ids) + max_new_tokens for context in contexts]):
+                prompts = [list(contexts[i].prompt_ids) for i in indices]
+                for index, ids in zip(
+                    indices, self._greedy(prompts, tokenizer.eos_token_id, max_new_tokens), strict=True
+                ):
+                    actions[index] = str(tokenizer.decode(ids, skip_special_tokens=False))
+        return actions
+
+    def _greedy(self, sequences: list[list[int]], eos_id: int, max_new_tokens: int) -> list[list[int]]:
+        """The most probable continuation of each sequence, up to `eos_id`, which is left out."""
+        actions: list[list[int]] = [[] for _ in sequences]
+        running = list(range(len(sequences)))
+        for _ in range(max_new_tokens):
+            if not running:
+                break
+            ends = [len(sequences[i]) + len(actions[i]) - 1 for i in running]
+            logits = self._logits([sequences[i] + actions[i] for i in running], min(ends))
+            picked = [int(row[end - min(ends)].argmax()) for row, end in zip(logits, ends, strict=True)]
+            for i, token in zip(running, picked, strict=True):
+                if token != eos_id:
+                    actions[i].append(token)
+            running = [i for i, token in zip(running, picked, strict=True) if token != eos_id]
+        return actions
+
+    def _logits(self, sequences: Sequence[Sequence[int]], first: int) -> torch.Tensor:
+        """Logits (B, T - first, V) float32 of right-padded sequences from column `first` on, from the kind's weights.
+
+        The columns before are prompt: left out of the vocabulary projection, they cost no memory.
+        """
         ids, mask = _padded(sequences, self._model.device)
-        logits = self._model(input_ids=ids, attention_mask=mask).logits
+        keep = ids.shape[1] - first
+        logits = self._model(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits.float()
         if self.config.weights == "trust_region":
             # Log-linear: renormalizing is left to the softmax of whoever reads the rows.
-            logits = torch.lerp(self._initial(input_ids=ids, attention_mask=mask).logits, logits, self.config.trust)
+            initial = self._initial(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits.float()
+            logits = torch.lerp(initial, logits, self.config.trust)
         return logits
 
-    def _batches(self, contexts: Sequence[HintedContext]) -> Iterator[list[int]]:
-        """Indices of contexts of similar length, each batch within `batch_tokens` padded tokens."""
-        length = [len(c.prompt_ids) + len(c.turn_ids) for c in contexts]
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Indices of contexts of similar length, within `batch_tokens` padded tokens; those over the limit in none."""
+        limit = self.config.max_context
+        fitting = [index for index, length in enumerate(lengths) if length <= limit]
+        if len(fitting) < len(lengths):
+            warnings.warn(
+                f"{len(lengths) - len(fitting)} of {len(lengths)} hinted contexts are longer than max_context {limit}, "
+                f"the longest {max(lengths)} tokens, and are left out: raise sdpo.hinted.max_context",
+                stacklevel=3,
+            )
         batch: list[int] = []
-        for index in sorted(range(len(contexts)), key=length.__getitem__):
-            if length[index] > self.config.max_context:
-                continue
-            if batch and length[index] * (len(batch) + 1) > self.config.batch_tokens:
+        for index in sorted(fitting, key=lengths.__getitem__):
+            if batch and lengths[index] * (len(batch) + 1) > self.config.batch_tokens:
                 yield batch
                 batch = []
             batch.append(index)
         if batch:
             yield batch
 
+    def _no_rows(self) -> torch.Tensor:
+        return torch.empty(0, self._model.get_output_embeddings().weight.shape[0])
+
 
 async def hinted_accuracy(
-    client: EnvironmentClient, contexts: Sequence[HintedContext], actions: Sequence[str]
-) -> float:
+    client: EnvironmentClient, contexts: Sequence[HintedContext], actions: Sequence[str | None]
+) -> float | None:
     """Share of failing turns at which the environment accepts the hinted teacher's action instead.
 
-    Each is tried in a session of its own that is brought to the turn by the actions before it. EnvironmentFailure
-    when the environment does not answer.
+    Each is tried in a session of its own that is brought to the turn by the actions before it. A turn without an action
+    or whose environment failed says nothing of the teacher and stays out; None when no action is left to try.
+    EnvironmentFailure when the environment failed every time.
     """
 
-    async def accepted(context: HintedContext, action: str) -> bool:
-        async with client.session() as session:
-            await session.reset(context.task.seed)
-            for earlier in context.actions:
-                await session.step(earlier)
-            return (await session.step(action)).error_kind is None
+    async def accepted(context: HintedContext, action: str) -> bool | EnvironmentFailure:
+        try:
+            async with client.session() as session:
+                await session.reset(context.task.seed)
+                for earlier in context.actions:
+                    await session.step(earlier)
+                return (await session.step(action)).error_kind is None
+        except EnvironmentFailure as failure:
+            return failure
 
-    outcomes = await asyncio.gather(*[accepted(c, a) for c, a in zip(contexts, actions, strict=True)])
-    return sum(outcomes) / len(outcomes)
+    tried = [(context, action) for context, action in zip(contexts, actions, strict=True) if action is not None]
+    outcomes = await asyncio.gather(*[accepted(context, action) for context, action in tried])
+    answers = [outcome for outcome in outcomes if isinstance(outcome, bool)]
+    failures = [outcome for outcome in outcomes if isinstance(outcome, EnvironmentFailure)]
+    if failures and not answers:
+        raise failures[0]
+    return sum(answers) / len(answers) if answers else None
 
 
-def _padded(sequences: Sequence[Sequence[int]], device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and attention mask (B, T); the mask comes from lengths, never from the pad id."""
     longest = max(len(sequence) for sequence in sequences)
     ids = torch.zeros((len(sequences), longest), dtype=torch.long)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from services.rollouts.collate import micro_batches
 from services.rollouts.samples import TrainSample, flatten, hinted_contexts
 
 T = TypeVar("T")
+TeacherRows = Callable[[int], torch.Tensor]  # the next n rows (n, V) of the teacher's logits, in the plan's order
 
 
 @dataclass(slots=True)
@@ -45,6 +46,32 @@ class StepPlan:
         return [site.context for micro in self.micro_batches for site in micro.sites]
 
 
+@dataclass(slots=True)
+class Hinted:
+    """The teacher's answer to a plan: rows per context (0: it was left out), and a way to read them in order.
+
+    `read` may raise `TimeoutError`, `LogitsGone` or `RegionError` when the rows cannot be had (any more).
+    """
+
+    row_counts: list[int]
+    read: TeacherRows
+    accuracy: float | None = None
+    version: int = 0
+    failure: str = ""  # set by the step: why the rows could not be read, so that it went on without them
+
+    def check(self, plan: StepPlan) -> None:
+        """ValueError unless this answers that plan: rows that belong to other tokens would train, silently, the wrong
+        thing."""
+        turns = [len(context.turn_ids) for context in plan.contexts]
+        if len(self.row_counts) != len(turns) or any(
+            not 0 <= rows <= turn for rows, turn in zip(self.row_counts, turns, strict=True)
+        ):
+            raise ValueError(
+                f"the teacher's rows {self.row_counts[:8]} do not fit turns of {turns[:8]} tokens: answer the contexts "
+                "of this plan, in their order, with at most one row per turn token"
+            )
+
+
 def plan_step(
     batch: TrainBatch,
     *,
@@ -54,15 +81,17 @@ def plan_step(
 ) -> StepPlan:
     """Samples in micro-batches of at most `max_tokens` padded tokens, each with its failing turns that have a hint.
 
-    Of more than `max_sites` failing turns, evenly spread ones are kept. `pairs` are the chosen and rejected samples.
+    Of more than `max_sites` failing turns, evenly spread ones are kept; 0 leaves the distillation out. `pairs` are the
+    chosen and rejected samples.
     """
     samples = flatten(batch.groups)
     index_of = {(s.rollout_id, s.sequence): i for i, s in enumerate(samples)}
     sites = [
-        (index_of[rollout.id, turn.sequence], turn.student_positions[0], turn.context)
+        (index_of[rollout.id, turn.sequence], turn.start - 1, turn.context)
         for group in batch.groups
         for rollout in group.rollouts
         for turn in hinted_contexts(rollout)
+        if max_sites and turn.context.turn_ids
     ]
     kept = evenly(sites, max_sites)
     micro = []

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from statistics import fmean, pstdev
 
-from mesh.messages import TrainBatch
+from mesh.messages import Rollout, TrainBatch
+from services.rollouts.advantages import scorable
 
 
 def describe_batch(batch: TrainBatch) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Scalars by metric name, and samples for histograms. Means over nothing are left out, not 0."""
+    """Scalars by metric name, and samples for histograms. Means over nothing are left out, not 0.
+
+    Staleness is in versions, against the version that this batch is trained from (`batch.id`).
+    """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    rewards = scorable(rollout.reward for rollout in rollouts)
     staleness = [batch.id - r.oldest_version for r in rollouts if r.oldest_version is not None]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     sites = [turn.error for turn in turns if turn.error is not None]
@@ -19,17 +23,19 @@ def describe_batch(batch: TrainBatch) -> tuple[dict[str, float], dict[str, list[
         "groups": float(len(batch.groups)),
         "tokens": float(sum(rollout.sampled_tokens for rollout in rollouts)),
         "reward/unscorable": float(len(rollouts) - len(rewards)),
-        "groups/dead_fraction": fmean(group.dead for group in batch.groups),
         "rollouts/truncated": float(sum(rollout.status == "truncated" for rollout in rollouts)),
-        "turns/per_rollout": len(turns) / len(rollouts),
-        "errors/per_rollout": len(sites) / len(rollouts),
-        "staleness/mean": fmean(staleness),
-        "staleness/max": float(max(staleness)),
-        "staleness/off_policy": fmean(s > 0 for s in staleness),
-        "rollouts/mixed_versions": fmean(_versions(rollout) > 1 for rollout in rollouts),
     }
+    if batch.groups:
+        metrics["groups/dead_fraction"] = fmean(group.dead for group in batch.groups)
+    if rollouts:
+        metrics["turns/per_rollout"] = len(turns) / len(rollouts)
+        metrics["errors/per_rollout"] = len(sites) / len(rollouts)
+        metrics["rollouts/mixed_versions"] = fmean(len(_versions(rollout)) > 1 for rollout in rollouts)
+    if staleness:
+        metrics["staleness/mean"], metrics["staleness/max"] = fmean(staleness), float(max(staleness))
+        metrics["staleness/off_policy"] = fmean(s > 0 for s in staleness)
     if rewards:
-        metrics |= {"reward/mean": fmean(rewards), "reward/std": pstdev(rewards)}
+        metrics["reward/mean"], metrics["reward/std"] = fmean(rewards), pstdev(rewards)
     for kind in sorted({site.kind for site in sites}):
         metrics[f"errors/{kind}"] = sum(site.kind == kind for site in sites) / len(rollouts)
     for layer in sorted({site.hint_layer or "none" for site in sites}):
@@ -38,5 +44,6 @@ def describe_batch(batch: TrainBatch) -> tuple[dict[str, float], dict[str, list[
     return metrics, {"staleness": [float(s) for s in staleness], "reward": rewards}
 
 
-def _versions(rollout) -> int:  # type: ignore[no-untyped-def]
-    return len({span.version for sequence in rollout.sequences for span in sequence.versions})
+def _versions(rollout: Rollout) -> set[int]:
+    """The weights that sampled a token of the rollout."""
+    return {span.version for sequence in rollout.sequences for span in sequence.versions}

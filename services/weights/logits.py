@@ -1,8 +1,8 @@
 """Teacher logits in registered memory: the teacher puts rows, the trainer reads them in chunks straight into the loss.
 
-A region starts with a header that names the reference whose rows it holds. `put` clears the header, writes the rows,
-then writes the new name; a reader looks at the header *after* each chunk, so rows of another reference (put there after
-this one expired) are an error and never a gradient. Regions are reused: registering memory anew costs more than a copy.
+A region starts with a header that names the reference whose rows it holds. A release clears the header; the next `put`
+writes its rows and then its name. A reader looks at the header *after* each chunk, so rows of another reference (put
+there after this one expired) are an error and never a gradient. Regions are reused, registered once.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class LogitsStore:
     def _free_region(self, ref_id: str) -> None:
         held = self._held.pop(ref_id, None)
         if held is not None:
-            _clear_header(held.region)
+            # Before the region can be given to another `put`, because a reader may be in the middle of it.
+            held.region.tensor[:_HEADER_BYTES].zero_()
             self._free.append(held.region)
 
     async def _region_for(self, rows: int, vocab: int) -> Region:
@@ -191,15 +192,10 @@ def _fetch_rows(ref: LogitsRef, chunk_rows: int) -> int:
 
 
 def _write(region: Region, rows: torch.Tensor, ref_id: str) -> None:
-    _clear_header(region)
     nbytes = rows.numel() * _ROW_BYTES_PER_LOGIT
     region.tensor[_HEADER_BYTES : _HEADER_BYTES + nbytes].view(torch.float32).view(rows.shape).copy_(rows)
     # The name last: who reads it there also finds the rows.
     region.tensor[: len(ref_id)] = torch.frombuffer(bytearray(_header_of(ref_id)), dtype=torch.uint8)
-
-
-def _clear_header(region: Region) -> None:
-    region.tensor[:_HEADER_BYTES].zero_()
 
 
 def _header_of(ref_id: str) -> bytes:

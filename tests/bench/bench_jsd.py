@@ -76,13 +76,13 @@ def measure(variant: str, rows: int, vocab: int, beta: float, device: str) -> di
 
 
 def fitting_rows(rows: int, vocab: int, device: str) -> int:
-    """As many rows as the plain variant can take in two thirds of the memory that is free now."""
+    """As many rows as the plain variant can take in three quarters of the memory that is free now."""
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
-    return max(1, min(rows, int(free * 2 / 3 / (PLAIN_COPIES * vocab * 4))))
+    return max(1, min(rows, int(free * 3 / 4 / (PLAIN_COPIES * vocab * 4))))
 
 
 def in_child(variant: str, arguments: argparse.Namespace, rows: int) -> dict[str, float]:

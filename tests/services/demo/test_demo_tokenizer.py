@@ -53,7 +53,7 @@ def test_ids_of_a_chat_are_a_prefix_of_the_longer_chat():
 def test_prompt_and_sampled_text_are_the_ids_of_the_rendered_turn():
     tokenizer = build_tokenizer()
     for cut in (2, 4):
-        sampled = tokenizer.encode(CHAT[cut]["content"]) + [tokenizer.eos_token_id]
+        sampled = [*tokenizer.encode(CHAT[cut]["content"]), tokenizer.eos_token_id]
         assert ids_of(tokenizer, CHAT[:cut], prompt=True) + sampled == ids_of(tokenizer, CHAT[: cut + 1])
 
 

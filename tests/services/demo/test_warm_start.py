@@ -21,6 +21,7 @@ BRIEF = WarmStartConfig(
     check_every=2,
     cool_down=2,
     target=0.0,
+    required=0.0,
     problems=4,
 )
 
@@ -66,7 +67,7 @@ def test_padding_and_neighbours_change_no_loss():
     def loss(chats):
         model = build_model(BRIEF.model, seed=0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        return module._train_step(model, tokenizer, optimizer, iter(chats), len(chats), 0.0)
+        return module._train_step(model, optimizer, [training_ids(chat, tokenizer) for chat in chats], lr=0.0)
 
     tokens = [len("ans(1)") + 1, len("go") + 1]
     expected = (loss([short]) * tokens[0] + loss([long]) * tokens[1]) / sum(tokens)
@@ -95,6 +96,8 @@ def test_a_model_that_ignores_hints_is_an_error_with_advice():
 def test_bad_settings_are_refused():
     with pytest.raises(ValidationError, match="p_hint=0 shows no hint"):
         WarmStartConfig(p_hint=0)
+    with pytest.raises(ValidationError, match="raise target or lower required"):
+        WarmStartConfig(target=0.9, required=0.95)
     with pytest.raises(ValidationError, match="extra"):
         WarmStartConfig(epochs=3)
     with pytest.raises(ValueError, match="no toolbox level 'medium'"):

@@ -20,6 +20,7 @@ FULL = {
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_hint_modules(["services.environments.toolbox.hints"])  # before the copy, because an import happens only once
     monkeypatch.setattr(hints, "_templates", dict(hints._templates))
 
 
@@ -110,7 +111,6 @@ def test_an_environment_without_a_template_for_repeats_keeps_its_plain_one() -> 
 
 
 def test_the_toolbox_hint_is_the_bare_form_also_when_it_repeats() -> None:
-    load_hint_modules(["services.environments.toolbox.hints"])
     for kind in KINDS:
         assert dispatch(f"toolbox/{kind}", {"form": "minus(a,b)"}) == "minus(a,b)"
     for repeats in (1, 3):

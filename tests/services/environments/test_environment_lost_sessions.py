@@ -43,13 +43,16 @@ def test_a_late_reply_is_never_taken_for_that_of_the_next_call(
 
         async with fake_environment(hold, takes_replay) as server:
             client = EnvironmentClient(server.url, config(server.url))
-            async with client.session() as session:
-                assert (await session.reset(7)).content == "7:"
-                assert (await session.step("a")).content == "7:a"
-                assert (await session.step("b")).content == "7:a|b"  # timed out once, then from a new session
-                release.set()  # now the late reply is sent
-                assert (await session.step("c")).content == "7:a|b|c"
-                assert (await session.step("d")).content == "7:a|b|c|d"
+            try:
+                async with client.session() as session:
+                    assert (await session.reset(7)).content == "7:"
+                    assert (await session.step("a")).content == "7:a"
+                    assert (await session.step("b")).content == "7:a|b"  # timed out once, then from a new session
+                    release.set()  # now the late reply is sent
+                    assert (await session.step("c")).content == "7:a|b|c"
+                    assert (await session.step("d")).content == "7:a|b|c|d"
+            finally:
+                release.set()
             assert (server.connections, client.lost_sessions) == (2, 1)
             assert [m for n, m in server.received if n == 0][-1]["data"] == {"message": "b"}
 

@@ -21,6 +21,7 @@ from services.environments import (
     ToolboxConfig,
     load_hint_modules,
 )
+from services.environments.connection import Connection, ErrorReply
 from services.environments.toolbox.grammar import Toolbox, oracle_action
 
 PATIENT = EnvironmentConfig(toolbox=ToolboxConfig(level="hard"), max_sessions=16, open_limit_s=120, step_limit_s=60)
@@ -114,6 +115,18 @@ def test_state_gives_back_exactly_what_the_agent_saw_at_each_turn(toolbox_url: s
             for turn in (-1, 6):
                 with pytest.raises(IndexError, match="5 actions so far"):
                     await session.state(turn)
+
+    asyncio.run(play())
+
+
+def test_the_server_replays_actions_within_reset_and_refuses_more_than_the_episode_has(toolbox_url: str) -> None:
+    async def play() -> None:
+        connection = await Connection.open(toolbox_url, 60)
+        reply = await connection.ask("reset", {"seed": 11, "replay": ["nope(1)", "sum["]}, 60)
+        assert (reply["observation"]["turn"], reply["observation"]["error_kind"]) == (2, "json_decode")
+        with pytest.raises(ErrorReply, match="replay holds 6 actions, but the episode of seed 11 is over after 5"):
+            await connection.ask("reset", {"seed": 11, "replay": ["nope(1)"] * 6}, 60)
+        await connection.close()
 
     asyncio.run(play())
 

@@ -17,7 +17,5 @@ def _one_thread():
 
 @pytest.fixture
 def files_left():
-    """How many regions' files exist beyond those that were there before the test."""
-    shm = Path("/dev/shm")
-    before = set(shm.glob("milkweed-region-*"))
-    return lambda: set(shm.glob("milkweed-region-*")) - before
+    """The files of the regions that the process with this pid made."""
+    return lambda pid: list(Path("/dev/shm").glob(f"milkweed-region-{pid}-*"))

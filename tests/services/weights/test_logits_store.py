@@ -1,4 +1,5 @@
 import asyncio
+import os
 import threading
 
 import pytest
@@ -29,7 +30,7 @@ def test_chunks_arrive_in_order_and_hold_exactly_the_rows(chunk_rows, files_left
         await store.close()
 
     asyncio.run(scenario())
-    assert not files_left()
+    assert not files_left(os.getpid())
 
 
 def test_half_precision_rows_are_stored_as_float32():

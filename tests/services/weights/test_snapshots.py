@@ -1,11 +1,14 @@
 import asyncio
 import itertools
+import os
+import threading
 import time
 
 import pytest
 import torch
 
 from services.weights import region as region_module
+from services.weights.checksum import checksum
 from services.weights.region import RegionError
 from services.weights.snapshots import (
     SnapshotPublisher,
@@ -88,7 +91,7 @@ def test_what_is_pulled_is_what_was_published(files_left):
         await publisher.close()
 
     asyncio.run(scenario())
-    assert not files_left()
+    assert not files_left(os.getpid())
 
 
 def test_a_version_does_not_change_when_the_parameters_do():
@@ -217,20 +220,30 @@ def test_a_read_torn_by_a_publish_is_never_taken_for_a_version(monkeypatch):
     asyncio.run(scenario())
 
 
-def test_a_cancelled_publish_leaves_the_old_version_and_the_next_one_is_whole():
+def test_a_cancelled_publish_leaves_the_old_version_and_the_next_one_does_not_write_beside_it(monkeypatch):
+    copying, go_on = threading.Event(), threading.Event()
+
+    def held_up(flat):
+        copying.set()
+        assert go_on.wait(20)
+        return checksum(flat)
+
     async def scenario():
-        big = {"weight": torch.full((4 << 20,), 1.0)}
-        publisher = SnapshotPublisher(big, FAST)
-        await publisher.publish(1, big)
-        publishing = asyncio.create_task(publisher.publish(2, {"weight": torch.full((4 << 20,), 2.0)}))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        publishing.cancel()
-        assert isinstance((await asyncio.gather(publishing, return_exceptions=True))[0], asyncio.CancelledError)
+        publisher = SnapshotPublisher(model(1), FAST)
+        await publisher.publish(1, model(1))
+        monkeypatch.setattr("services.weights.snapshots.checksum", held_up)
+        cancelled = asyncio.create_task(publisher.publish(2, model(2)))
+        assert await asyncio.to_thread(copying.wait, 20)
+        cancelled.cancel()
+        assert isinstance((await asyncio.gather(cancelled, return_exceptions=True))[0], asyncio.CancelledError)
+        monkeypatch.undo()
         assert publisher.version == 1
-        await publisher.publish(3, {"weight": torch.full((4 << 20,), 3.0)})
-        found = await SnapshotReader().pull(publisher.lease(1))
-        assert bool((found["weight"] == 3.0).all())
+        third = asyncio.create_task(publisher.publish(3, model(3)))
+        await asyncio.sleep(0.2)
+        assert not third.done(), "two threads wrote to one slot"
+        go_on.set()
+        await asyncio.wait_for(third, 20)
+        assert is_version(await SnapshotReader().pull(publisher.lease(1)), 3)
         await publisher.close()
 
     asyncio.run(scenario())
