@@ -159,7 +159,7 @@ class GeneratorActor(MeshActor):
                 continue
             engine = self.engine.stats()
             if engine.dead:
-                raise EngineError(f"the engine died: {engine.dead}")
+                raise EngineError(f"the engine died ({engine.dead})")
             try:
                 buffer = self.bindings["rollout_buffer"]
                 leases = await buffer.call(roles.RolloutBuffer.claim, self.name, engine.version, free, 1.0)

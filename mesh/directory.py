@@ -60,7 +60,10 @@ class Directory(Actor):
 
     @concurrent_endpoint
     async def submit(self, name: str, args: dict[str, Any], limit_s: float) -> str:
-        """Queue a command for the driver and wait for its answer. TimeoutError after `limit_s`."""
+        """Queue a command for the driver and wait for its answer. TimeoutError after `limit_s`.
+
+        A command that the driver has not taken by then is withdrawn, and never carried out.
+        """
         command = Command(next(self._ids), name, args)
         answer = asyncio.get_running_loop().create_future()
         self._answers[command.id] = answer
@@ -68,9 +71,14 @@ class Directory(Actor):
         try:
             return await asyncio.wait_for(answer, limit_s)
         except TimeoutError:
-            raise TimeoutError(f"the driver did not answer {name!r} within {limit_s:g} s: is it alive?") from None
+            if command in self._queue:
+                what = f"no driver took {name!r} within {limit_s:g} s, so it was withdrawn"
+            else:
+                what = f"the driver took {name!r} but did not answer within {limit_s:g} s"
+            raise TimeoutError(f"{what}: is the driver of run {self.run} alive?") from None
         finally:
             self._answers.pop(command.id, None)
+            self._queue = [other for other in self._queue if other.id != command.id]
 
     # ---- from the driver -----------------------------------------------------------------------------------------
 
@@ -92,21 +100,46 @@ class Directory(Actor):
             future.set_result(text)
 
 
+class BadReference(ValueError):
+    """The file does not lead to a directory; the message says why and what to do."""
+
+
 def save_reference(directory: Any, path: Path) -> None:
     """Write the directory's reference, readable by its owner only: whoever has it can command the run."""
     aside = path.with_suffix(".tmp")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    aside.unlink(missing_ok=True)  # a left-over one would keep its mode
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         pickle.dump(directory, file)
     aside.replace(path)
 
 
 def load_reference(path: Path) -> Any:
-    """The directory of a live run. It must be a file that only its owner can write: unpickling runs code."""
-    mode = path.stat().st_mode & 0o077
-    if mode:
-        raise PermissionError(
-            f"{path} can be read or written by others (mode {mode:03o}); `chmod 600` it if it is yours"
-        )
-    if path.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path} belongs to another user")
-    return pickle.loads(path.read_bytes())
+    """The directory of a live run, to call as `await directory.view.call_one()`.
+
+    The file must be one that only its owner can read and write, because unpickling runs code: PermissionError
+    otherwise. BadReference when it is no reference, FileNotFoundError when there is none.
+    """
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())  # of what is read, whatever the path names by then
+        if status.st_uid != os.getuid():
+            raise PermissionError(f"{path} belongs to another user; only the one who started the run can attach to it")
+        if status.st_mode & 0o077:
+            raise PermissionError(
+                f"{path} can be read or written by others (mode {status.st_mode & 0o777:03o}); if you know that nobody "
+                "changed it, `chmod 600` it"
+            )
+        data = file.read()
+    try:
+        directory = pickle.loads(data)
+    except Exception as error:  # damaged pickles raise exceptions of any kind
+        raise BadReference(f"{_no_reference(path)} ({type(error).__name__}: {' '.join(str(error).split())})") from error
+    if not all(hasattr(directory, endpoint) for endpoint in ("view", "tables", "submit")):
+        raise BadReference(f"{_no_reference(path)} (it holds a {type(directory).__name__})")
+    return directory
+
+
+def _no_reference(path: Path) -> str:
+    return (
+        f"{path} is not the reference of a live run; it is damaged or was written by another version, so remove it and "
+        "resume the run, which writes it anew"
+    )

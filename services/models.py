@@ -18,7 +18,9 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=Path(path).exists())
     except (OSError, ValueError) as error:
-        raise ModelError(f"no tokenizer at {path!r}: {_short(error)}; set model.path to a Hugging Face folder") from None
+        raise ModelError(
+            f"no tokenizer at {path!r}: {_short(error)}; set model.path to a Hugging Face folder"
+        ) from None
     if tokenizer.chat_template is None:
         raise ModelError(f"the tokenizer at {path!r} has no chat template; save one with it (tokenizer.chat_template)")
     if tokenizer.eos_token_id is None:

@@ -47,11 +47,11 @@ class WarmStartConfig(BaseModel):
     lr: float = Field(default=4e-3, gt=0, description="AdamW learning rate while it is constant.")
     warm_up: int = Field(default=20, ge=1, description="Steps of linear warm-up.")
     check_every: int = Field(default=25, gt=0, description="Steps between two looks at the hinted accuracy.")
-    cool_down: int = Field(default=50, ge=0, description="Steps of linear decay after hints are followed.")
+    cool_down: int = Field(default=75, ge=0, description="Steps of linear decay after hints are followed.")
     max_steps: int = Field(default=900, gt=0, description="Give up when hints are not followed after so many steps.")
     p_hint: float = Field(default=0.5, ge=0, le=1, description="Share of the demonstrated turns that follow a hint.")
     p_error: float = Field(
-        default=0.25, ge=0, le=1, description="Share of the demonstrated calls that follow a refused one."
+        default=0.3, ge=0, le=1, description="Chance of a refused turn before a demonstrated call, and of one more."
     )
     target: float = Field(default=0.97, ge=0, le=1, description="Hinted accuracy (greedy) that starts the cool-down.")
     required: float = Field(default=0.95, ge=0, le=1, description="Hinted accuracy below which the result is refused.")

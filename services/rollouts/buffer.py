@@ -84,7 +84,9 @@ class RolloutBuffer:
         try:
             journal.start_segment(state.snapshot(), state.frontier)
             journal.keep_newest()  # what was here before is another history
-            return cls(config, state, journal, time_fn)
+            buffer = cls(config, state, journal, time_fn)
+            buffer._record(ev.Saved(state.frontier))
+            return buffer
         except BaseException:
             journal.close()
             raise

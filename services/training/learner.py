@@ -143,7 +143,10 @@ class Learner:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
-        model.eval()  # no dropout: the ratio to the behaviour policy must be the weights' doing alone
+        # No dropout: the ratio to the behaviour policy, and the distance to the reference, are the weights' doing alone.
+        for each in (model, reference):
+            if each is not None:
+                each.eval()
 
     def plan(self, batch: TrainBatch) -> StepPlan:
         """Lay out the step: which samples run together, which failing turns are distilled, which pairs are compared."""

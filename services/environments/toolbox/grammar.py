@@ -67,6 +67,7 @@ LEVELS: dict[str, dict[str, Op]] = {
 
 ANSWER = "ans"
 MAX_TEXT = 200  # characters; a longer action is refused as json_decode
+MAX_REFUSALS = 4  # refused turns in one demonstration: the most that an episode of five turns can go on from
 OPERANDS = 3  # numbers in a query, so OPERANDS - 1 tool calls and one answer solve it
 CONTENT = {"tool_not_found": "e:name", "json_decode": "e:json", "type_error": "e:type", "runtime_error": "e:run"}
 
@@ -232,9 +233,10 @@ class Demonstration:
 def demonstration(level: str, rng: random.Random, p_hint: float, p_error: float) -> Demonstration:
     """A chat in which the assistant draws names from the prior, or copies the one in a hint.
 
-    Before each call: with probability `p_error` a refused turn, with probability `p_hint` a message of role `hint` that
-    holds a form such as `minus(a,b)`. Hints name *any* name, so that only copying explains the call that follows, and
-    which name is right in the environment stays untold. Malformed refused turns are shown, not trained.
+    Before each call: with probability `p_error` a refused turn, after it with the same probability another, at most
+    `MAX_REFUSALS` in the chat; then with probability `p_hint` a message of role `hint` that holds a form such as
+    `minus(a,b)`. Hints name *any* name, so that only copying explains the call that follows, and which name is right in
+    the environment stays untold. Malformed refused turns are shown, not trained.
     """
     ops = level_ops(level)
     query = _draw_query(ops, rng)
@@ -245,8 +247,10 @@ def demonstration(level: str, rng: random.Random, p_hint: float, p_error: float)
         chat.messages.append({"role": role, "content": content})
         chat.trained.append(train)
 
+    refusals = MAX_REFUSALS
     while (symbol := progress.symbol) is not None:
-        if rng.random() < p_error:
+        while refusals and rng.random() < p_error:
+            refusals -= 1
             attempt, kind = _refused_attempt(_draw_name(ops[symbol], rng), progress, rng)
             say("assistant", attempt, train=kind == "tool_not_found")
             say("tool", CONTENT[kind])

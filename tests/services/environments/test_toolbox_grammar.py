@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.environments.toolbox.grammar import (
     LEVELS,
+    MAX_REFUSALS,
     MAX_TEXT,
     Toolbox,
     demonstration,
@@ -270,4 +271,4 @@ def test_malformed_demonstrated_turns_are_shown_but_not_trained():
             if message["content"].startswith("e:"):
                 answers[message["content"], chat.trained[i - 1]] += 1
     assert set(answers) == {("e:name", True), ("e:json", False), ("e:type", False), ("e:run", False)}
-    assert sum(answers.values()) == 600
+    assert sum(answers.values()) == 300 * MAX_REFUSALS

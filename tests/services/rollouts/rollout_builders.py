@@ -47,7 +47,11 @@ def rollout(
     """Three prompt tokens, then two sampled ones: by `version`, and by `newest` if given."""
     last = version if newest is None else newest
     versions = [VersionSpan(version, 3, 4), VersionSpan(last, 4, 5)]
-    site = ErrorSite("tool_not_found", "no such tool", "use another", "template", cut=2, hint_ids=[9, 9]) if error else None
+    site = (
+        ErrorSite("tool_not_found", "no such tool", "use another", "template", cut=2, hint_ids=[9, 9])
+        if error
+        else None
+    )
     return Rollout(
         id=lease.rollout_id,
         task=lease.task,

@@ -82,6 +82,18 @@ class BufferMachine(RuleBasedStateMachine):
         if accepted and status != "failed":
             self.put.append(made)
 
+    @rule(lag=st.integers(0, 2), member_reward=st.sampled_from([0.0, 0.5, None]), leave_out=st.integers(0, 3))
+    def generate(self, lag, member_reward, leave_out):
+        """A generator that works, and now and then leaves a member of a group behind."""
+        version = max(0, self.frontier - lag)
+        for number, lease in enumerate(self.buffer.claim("worker", version, 8)):
+            self.leases.append((lease, version))
+            if leave_out and number % 4 == leave_out:
+                continue
+            made = rollout(lease, version, member_reward if lease.member else 1.0)
+            assert self.buffer.put(made)
+            self.put.append(made)
+
     @precondition(lambda self: self.put)
     @rule(data=st.data())
     def deliver_again(self, data):
@@ -99,9 +111,14 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer.expire()
 
     @precondition(lambda self: len(self.taken) < 2 and (self.total is None or self.next_batch < self.total))
-    @rule()
-    def take(self):
+    @rule(ahead=st.booleans())
+    def take(self, ahead):
+        """Take the next batch; train what was taken before, unless this one is a prefetch."""
+        if self.taken and not ahead:
+            self.train()
         batch_id = self.next_batch
+        if self.total is not None and batch_id >= self.total:
+            return
         batch = self.buffer.take(batch_id)
         if batch is None:
             return
@@ -111,6 +128,17 @@ class BufferMachine(RuleBasedStateMachine):
             assert batch_id - oldest == group.staleness <= self.bound
             assert len(group.advantages) == len(group.rollouts)
             assert {r.task.id for r in group.rollouts} == {group.task.id}
+
+    @rule(steps=st.integers(1, 3), lag=st.integers(0, 1))
+    def train_on(self, steps, lag):
+        """A healthy stretch of the run."""
+        for _ in range(steps):
+            self.generate(lag=lag, member_reward=0.0, leave_out=0)
+            self.generate(lag=0, member_reward=0.0, leave_out=0)
+            if len(self.taken) < 2:
+                self.take(ahead=False)
+            if self.taken:
+                self.train()
 
     @precondition(lambda self: self.taken)
     @rule()
@@ -196,6 +224,6 @@ def test_random_histories_keep_the_accounts():
     run_state_machine_as_test(
         BufferMachine,
         settings=settings(
-            max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

@@ -10,7 +10,9 @@ rewards_with_gaps = st.lists(st.none() | st.floats(-100, 100), max_size=8)
 
 
 def test_golden_row():
-    assert group_advantages([1, 0, 0, 1], "group_std") == pytest.approx([0.865875, -0.865875, -0.865875, 0.865875], abs=1e-6)
+    assert group_advantages([1, 0, 0, 1], "group_std") == pytest.approx(
+        [0.865875, -0.865875, -0.865875, 0.865875], abs=1e-6
+    )
     assert group_advantages([1, 0, 0, 1], "none") == [0.5, -0.5, -0.5, 0.5]
 
 

@@ -24,7 +24,9 @@ def test_admissible_is_exactly_the_bound(now, oldest, bound):
 
 
 @given(versions, versions, st.integers(0, 500), st.integers(1, 16), st.integers(0, 8))
-def test_a_lease_is_granted_only_if_the_batch_that_trains_it_is_within_the_bound(version, next_batch, ahead, per, bound):
+def test_a_lease_is_granted_only_if_the_batch_that_trains_it_is_within_the_bound(
+    version, next_batch, ahead, per, bound
+):
     batch = predicted_batch(next_batch, ahead, per)
     granted = lease_admissible(version, next_batch, ahead, per, bound)
     assert granted == (version <= next_batch and batch - version <= bound)

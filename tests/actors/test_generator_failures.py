@@ -1,0 +1,184 @@
+"""What ends a generator and what does not, on a real engine loop; the other actors are stood in for."""
+
+import asyncio
+
+import pytest
+
+from actors.generator import GeneratorActor, GeneratorConfig
+from mesh.binding import NoMember
+from mesh.messages import Lease, Rollout, Task
+from services.demo.tokenizer import build_tokenizer
+from services.engines.engine import EngineConfig, GenerationRequest
+from services.engines.loop import EngineLoop
+from services.environments.config import EnvironmentConfig
+from services.rollouts.episode import EpisodeConfig
+from services.weights.snapshots import WeightsConfig
+
+LIMIT_S = 30.0
+
+
+class BrokenEngine:
+    """Takes any request and dies in the step after it."""
+
+    def __init__(self):
+        self.version, self.capacity, self.requests = 0, 8, 0
+
+    def submit(self, request):
+        self.requests += 1
+
+    def step(self):
+        if self.requests:
+            raise RuntimeError("out of memory")
+        return []
+
+    def load_weights(self, version, tensors):
+        self.version = version
+
+
+class OneRequest:
+    """An episode of a single turn."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    async def run(self, lease, greedy=False):
+        await self.engine.generate(GenerationRequest(lease.id, [1], 1))
+
+
+class Buffer:
+    """Hands out its leases once and keeps what comes back."""
+
+    def __init__(self, leases=0, put_error=None):
+        self.leases = [Lease(f"lease-{n}", Task(f"t{n}", n, n), 0, 60.0) for n in range(leases)]
+        self.put_error, self.abandoned, self.put = put_error, [], []
+        self.put_called = asyncio.Event()
+
+    async def call(self, endpoint, *args):
+        if endpoint.__name__ == "claim":
+            await asyncio.sleep(0.001)
+            leases, self.leases = self.leases, []
+            return leases
+        if endpoint.__name__ == "abandon":
+            self.abandoned += args[0]
+            return None
+        self.put.append(args[0].id)
+        self.put_called.set()
+        if self.put_error:
+            raise self.put_error
+        return True
+
+
+class SilentTrainer:
+    async def call(self, endpoint, *args):
+        await asyncio.Event().wait()
+
+
+def generator(buffer=None, engine=None, **episode):
+    config = GeneratorConfig(episodes=4, episode=EpisodeConfig(**episode))
+    actor = GeneratorActor("generator-0", config, "nowhere", "http://env", EnvironmentConfig(), WeightsConfig())
+    if engine is not None:
+        actor.engine = EngineLoop(engine, EngineConfig())
+        actor.runner = OneRequest(actor.engine)
+        actor._have_weights.set()
+        actor.bindings = {"rollout_buffer": buffer, "trainer": SilentTrainer()}
+    return actor
+
+
+async def run_to_its_end(actor):
+    await asyncio.wait_for(actor._guarded_run(), LIMIT_S)
+    await actor.teardown()
+    return actor.failure
+
+
+async def die(actor):
+    with pytest.raises(Exception, match="out of memory"):
+        await actor.engine.generate(GenerationRequest("x", [1], 1))
+
+
+def test_an_engine_that_dies_under_its_episodes_ends_the_actor_and_their_leases_go_back():
+    async def scenario():
+        buffer = Buffer(leases=3)
+        failure = await run_to_its_end(generator(buffer, BrokenEngine()))
+        assert failure.startswith("EngineError: the engine died (RuntimeError: out of memory)")
+        assert sorted(buffer.abandoned) == ["lease-0", "lease-1", "lease-2"]
+        assert buffer.put == []
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_died_without_any_episode_ends_the_actor():
+    async def scenario():
+        actor = generator(Buffer(), BrokenEngine())
+        await die(actor)
+        assert "out of memory" in await run_to_its_end(actor)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_dead_when_new_weights_come_ends_the_actor(monkeypatch):
+    async def newest(*_):
+        return 1, {}
+
+    async def scenario():
+        actor = generator(Buffer(), BrokenEngine())
+        actor._have_weights.clear()
+        actor.reader = None
+        monkeypatch.setattr("actors.generator.pull_newest", newest)
+        await die(actor)
+        assert "out of memory" in await run_to_its_end(actor)
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_that_the_buffer_does_not_take_is_counted_and_the_actor_goes_on():
+    class Finished:
+        async def run(self, lease, greedy=False):
+            return Rollout(lease.rollout_id, lease.task, 0, lease.id, [], [], [], "failed")
+
+    async def scenario():
+        buffer = Buffer(leases=1, put_error=NoMember("rollout_buffer.put: it has no member"))
+        actor = generator(buffer, BrokenEngine())
+        actor.runner = Finished()
+        running = asyncio.create_task(run_to_its_end(actor))
+        await asyncio.wait_for(buffer.put_called.wait(), LIMIT_S)
+        actor.finishing.set()
+        assert await running is None
+        assert (actor.counts["lost"], actor.counts["failed"], actor.trouble) == (
+            1, 1, "t0/0: rollout_buffer.put: it has no member"
+        )  # fmt: skip
+
+    asyncio.run(scenario())
+
+
+def test_leases_of_unfinished_episodes_go_back_when_the_actor_is_told_to_finish():
+    class Endless:
+        def __init__(self):
+            self.began = asyncio.Event()
+
+        async def run(self, lease, greedy=False):
+            self.began.set()
+            await asyncio.Event().wait()
+
+    async def scenario():
+        buffer = Buffer(leases=2)
+        actor = generator(buffer, BrokenEngine())
+        actor.runner = Endless()
+        running = asyncio.create_task(run_to_its_end(actor))
+        await asyncio.wait_for(actor.runner.began.wait(), LIMIT_S)
+        actor.finishing.set()
+        assert await running is None
+        assert sorted(buffer.abandoned) == ["lease-0", "lease-1"]
+
+    asyncio.run(scenario())
+
+
+def test_a_hint_role_that_the_template_does_not_write_is_refused_at_the_start(tmp_path):
+    tokenizer = build_tokenizer()
+    known = "{% if message.role in ('user', 'assistant', 'tool') %}"
+    written = "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace(written, known + written + "{% endif %}")
+    tokenizer.save_pretrained(tmp_path)
+    actor = generator(hint_role="hint")
+    actor.model_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"hint of role 'hint'.*set hint_role to \"user\""):
+        asyncio.run(actor.setup())

@@ -1,0 +1,130 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_builders import rollout
+
+from mesh.messages import ErrorSite, Group, Lease, Rollout, Task, Turn, VersionSpan
+from services.rollouts.collate import alignment, collate, micro_batches, student_rows
+from services.rollouts.samples import SequenceRecorder, flatten, hinted_contexts
+from services.rollouts.validation import malformed
+
+torch.set_num_threads(1)
+TASK = Task("t000000", 0, 5)
+
+
+def samples_of(*lengths):
+    made = []
+    for member, sampled in enumerate(lengths):
+        recorder = SequenceRecorder([1, 2])
+        recorder.append_sampled(range(10, 10 + sampled), [-0.5] * sampled, [VersionSpan(0, 0, sampled)])
+        one = rollout(Lease("1.0", TASK, member, 10.0))
+        one.sequences, one.turns = recorder.sequences, []
+        made.append(one)
+    return flatten([Group(TASK, made, [float(n) for n in range(len(made))], False, 0)])
+
+
+def test_labels_and_logprobs_stand_in_the_column_that_predicts_them():
+    batch = collate(samples_of(3, 1), pad_id=0)
+    assert batch["token_ids"].tolist() == [[1, 2, 10, 11, 12], [1, 2, 10, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 10, 11, 12], [-100, 10, -100, -100]]
+    assert batch["behaviour_logprobs"].tolist() == [[0.0, -0.5, -0.5, -0.5], [0.0, -0.5, 0.0, 0.0]]
+    assert torch.equal(batch["loss_mask"], batch["labels"] != -100)
+    assert batch["advantages"].tolist() == [0.0, 1.0]
+    assert batch["lengths"].tolist() == [5, 3]
+    assert batch["truncated"].tolist() == [False, False]
+
+
+def test_a_pad_id_that_equals_a_trained_token_changes_no_mask():
+    samples = samples_of(3, 1)
+    for pad_id in (0, 12, 2):
+        batch = collate(samples, pad_id)
+        assert batch["loss_mask"].sum() == 4
+        assert batch["attention_mask"].sum() == 8
+
+
+def test_no_samples_is_an_error():
+    with pytest.raises(ValueError, match="leave the channel out"):
+        collate([], pad_id=0)
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
+def test_micro_batches_hold_every_sequence_once_within_the_padded_budget(lengths, budget):
+    groups = micro_batches(lengths, budget)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) * max(lengths[index] for index in group) <= budget or len(group) == 1
+
+
+def test_a_budget_below_one_token_is_refused():
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        micro_batches([1], 0)
+
+
+ids = st.lists(st.integers(0, 30), min_size=1, max_size=4)
+turns_with_hints = st.lists(
+    st.tuples(ids, st.lists(st.integers(0, 30), max_size=3), st.none() | ids, st.floats(0, 1), st.booleans()),
+    min_size=1,
+    max_size=5,
+)
+
+
+def hinted_rollout(prompt, turns) -> Rollout:
+    recorder, recorded = SequenceRecorder(prompt), []
+    for sampled, observation, hint, cut, fork in turns:
+        sequence, start, stop = recorder.append_sampled(
+            sampled, [-1.0] * len(sampled), [VersionSpan(0, 0, len(sampled))]
+        )
+        site = ErrorSite("type_error", "no", "hint", "template", int(cut * start), hint) if hint else None
+        recorded.append(Turn(sequence, start, stop, f"turn {len(recorded)}", "", None, site))
+        if fork:
+            recorder.fork([5, *recorder.token_ids[2:], *observation])
+        else:
+            recorder.append_context(observation)
+    made = rollout(Lease("1.0", TASK, 0, 10.0))
+    made.sequences, made.turns = recorder.sequences, recorded
+    return made
+
+
+@given(ids, turns_with_hints)
+def test_student_and_teacher_positions_predict_the_same_tokens(prompt, turns):
+    made = hinted_rollout(prompt, turns)
+    assert malformed(made) is None
+    sites = hinted_contexts(made)
+    student_idx, teacher_idx = alignment(sites)
+    samples = flatten([Group(TASK, [made], [1.0], False, 0)])
+    token_ids = collate(samples, pad_id=0)["token_ids"]
+    assert student_idx.shape == teacher_idx.shape
+    assert torch.equal(student_idx == -1, teacher_idx == -1)
+    hinted_turns = [turn for turn in made.turns if turn.error]
+    assert len(sites) == len(hinted_turns)
+    for row, (site, turn) in enumerate(zip(sites, hinted_turns, strict=True)):
+        used = student_idx[row] >= 0
+        student = token_ids[student_rows([site], samples)[0]]
+        teacher = torch.tensor(site.context.prompt_ids + site.context.turn_ids)
+        sampled = made.sequences[turn.sequence].token_ids[turn.start : turn.stop]
+        assert student[student_idx[row][used] + 1].tolist() == sampled
+        assert teacher[teacher_idx[row][used] + 1].tolist() == sampled
+        # The hint is the last thing that the teacher sees before it predicts the turn's first token.
+        assert teacher[: int(teacher_idx[row][0]) + 1].tolist()[-len(turn.error.hint_ids) :] == turn.error.hint_ids
+        assert site.context.actions == [t.text for t in made.turns[: made.turns.index(turn)]]
+
+
+def test_a_site_whose_sample_is_missing_is_an_error():
+    sites = hinted_contexts(rollout(Lease("1.0", TASK, 0, 10.0), error=True))
+    with pytest.raises(ValueError, match="no sample holds the hinted turn of t000000/0"):
+        student_rows(sites, [])
+
+
+def test_no_sites_make_empty_indices():
+    student_idx, teacher_idx = alignment([])
+    assert student_idx.shape == teacher_idx.shape == (0, 0)
+
+
+def test_the_buffer_does_not_need_torch():
+    code = "import sys, services.rollouts.buffer, services.rollouts.samples; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,95 @@
+"""A checkpoint of the trainer continues exactly where it was written, and its policy is an ordinary model folder."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from training_builders import EOS, batch, encode, group, pair, step, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mesh.messages import TrainBatch
+from services.demo.tiny_model import TinyModelConfig, build_model
+from services.demo.tokenizer import build_tokenizer
+from services.losses.policy import PolicyConfig
+from services.losses.preference import PreferenceConfig
+from services.losses.sdpo import SDPOLossConfig
+from services.training.hinted import HintedTeacher, HintedTeacherConfig
+from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.state import load_state, save_state
+
+SHAPE = TinyModelConfig(hidden_size=32, intermediate_size=48, layers=2, heads=1, head_dim=32)
+
+
+def make_learner(model: Any) -> Learner:
+    """All channels on, with every piece of state that a step leaves behind."""
+    return Learner(
+        model, build_model(SHAPE, 0), encode, EOS, steps=6, temperature=1.0, max_tokens=200,
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.01),
+        policy=PolicyConfig(objective="dapo"),
+        sdpo=SDPOConfig(alpha=0.2, loss=SDPOLossConfig(kind="taid")),
+        replay=ReplayConfig(beta=0.1, loss=PreferenceConfig(objective="dpo", nll_weight=0.1)),
+    )  # fmt: skip
+
+
+def train(learner: Learner, numbers: range) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    teacher = HintedTeacher(build_model(SHAPE, 1), None, HintedTeacherConfig(align="turn"))
+    for number in numbers:
+        rng = random.Random(number)
+        made = TrainBatch(number, [group(rng, number, [1.0, 0.0, 0.5])], [pair(rng, number)])
+        metrics = step(learner, made, teacher)
+    return metrics
+
+
+def test_the_step_after_a_resume_is_bit_identical_to_an_uninterrupted_one(tmp_path):
+    through = make_learner(build_model(SHAPE, 0))
+    train(through, range(3))
+    save_state(tmp_path, through, build_tokenizer(), 3)
+    noise = torch.rand(4)
+    expected = train(through, range(3, 5))
+
+    torch.manual_seed(999)
+    resumed = make_learner(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    assert load_state(tmp_path, resumed) == 3
+    assert torch.equal(torch.rand(4), noise)  # what is drawn next is drawn again
+    metrics = train(resumed, range(3, 5))
+    assert metrics == expected
+    assert torch.equal(weights(resumed), weights(through))
+    assert resumed.taid.state_dict() == through.taid.state_dict()
+
+
+def test_a_resume_without_the_optimizers_state_would_differ(tmp_path):
+    through = make_learner(build_model(SHAPE, 0))
+    train(through, range(3))
+    save_state(tmp_path, through, build_tokenizer(), 3)
+    train(through, range(3, 4))
+    fresh = make_learner(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
+    train(fresh, range(3, 4))
+    assert not torch.equal(weights(fresh), weights(through))
+
+
+def test_the_saved_policy_is_a_model_folder_with_its_chat_template(tmp_path):
+    learner = make_learner(build_model(SHAPE, 0))
+    train(learner, range(1))
+    save_state(tmp_path, learner, build_tokenizer(), 1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    for (name, saved), (same, trained) in zip(model.named_parameters(), learner.model.named_parameters(), strict=True):
+        assert name == same
+        assert torch.equal(saved, trained)
+    chat = [{"role": "user", "content": "3+4*2"}, {"role": "hint", "content": "sum(a,b)"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>3+4*2<|end|><|hint|>sum(a,b)<|end|><|assistant|>"
+    assert tokenizer.eos_token == "<|end|>"
+
+
+def test_the_state_of_another_model_is_refused(tmp_path):
+    learner = make_learner(build_model(SHAPE, 0))
+    step(learner, batch(pairs=0))
+    save_state(tmp_path, learner, build_tokenizer(), 1)
+    other = make_learner(build_model(SHAPE.model_copy(update={"layers": 3}), 0))
+    with pytest.raises(ValueError, match="parameter group"):
+        load_state(tmp_path, other)
