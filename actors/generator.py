@@ -17,6 +17,7 @@ from typing import Any
 from monarch.actor import concurrent_endpoint
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.weights_follower import WeightsFollower
 from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import BindingError
@@ -30,7 +31,7 @@ from services.environments.hints import load_hint_modules
 from services.models import load_model, load_tokenizer
 from services.rollouts.chat import check_template
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
-from services.weights.snapshots import SnapshotReader, WeightsConfig, pull_newest
+from services.weights.snapshots import WeightsConfig
 
 GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
@@ -84,7 +85,6 @@ class GeneratorActor(MeshActor):
         self.engine = EngineLoop(engine, self.config.engine, name=self.name)
         client = EnvironmentClient(self.environment_url, self.environment)
         self.runner = EpisodeRunner(self.tokenizer, self.engine.generate, client, self.config.episode, self.name)
-        self.reader = SnapshotReader(self.weights_config)
 
     async def run(self) -> None:
         try:
@@ -123,20 +123,14 @@ class GeneratorActor(MeshActor):
     async def _follow(self) -> None:
         """Keep the engine at the trainer's newest version. A failed update keeps the old one in use."""
         assert self.engine is not None
-        trainer, version = self.bindings["trainer"], -1
+        follower = WeightsFollower(self.bindings["trainer"], self.weights_config)
         while True:
             try:
-                newest = await pull_newest(
-                    self.reader,
-                    lambda newer_than: trainer.call(roles.Trainer.weights, newer_than, 10.0),
-                    lambda lease_id: trainer.call(roles.Trainer.release_weights, lease_id),
-                    version,
-                )
-                if newest is None:
+                tensors = await follower.newer(wait_s=2.0)
+                if tensors is None:
                     continue
                 began = time.monotonic()
-                version, tensors = newest
-                await self.engine.update(version, tensors)
+                await self.engine.update(follower.version, tensors)
                 self.update_s = time.monotonic() - began
                 self._have_weights.set()
             except EngineError:
@@ -162,7 +156,8 @@ class GeneratorActor(MeshActor):
                 raise EngineError(f"the engine died ({engine.dead})")
             try:
                 buffer = self.bindings["rollout_buffer"]
-                leases = await buffer.call(roles.RolloutBuffer.claim, self.name, engine.version, free, 1.0)
+                claim, holding = roles.RolloutBuffer.claim, sorted(self._leases)
+                leases = await buffer.call(claim, self.name, engine.version, free, holding, 1.0)
             except BindingError as error:
                 self.trouble = f"claim: {error}"
                 await asyncio.sleep(0.5)

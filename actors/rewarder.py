@@ -6,10 +6,10 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 from pydantic import BaseModel, ConfigDict, Field
-from services.rewards.sandbox import RewardConfig, RewardSandbox
 
 from mesh.actor import MeshActor
 from mesh.messages import Rollout
+from services.rewards.sandbox import RewardConfig, RewardSandbox
 
 
 class RewarderConfig(BaseModel):

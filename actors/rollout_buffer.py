@@ -63,8 +63,8 @@ class RolloutBufferActor(MeshActor):
                 continue
 
     @concurrent_endpoint
-    async def claim(self, generator: str, version: int, count: int, wait_s: float) -> list[Lease]:
-        return await self._wait(lambda: self.buffer.claim(generator, version, count), wait_s)
+    async def claim(self, generator: str, version: int, count: int, holding: list[str], wait_s: float) -> list[Lease]:
+        return await self._wait(lambda: self.buffer.claim(generator, version, count, holding), wait_s)
 
     @concurrent_endpoint
     async def put(self, rollout: Rollout) -> bool:

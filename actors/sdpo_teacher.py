@@ -7,7 +7,7 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
-from mesh import roles
+from actors.weights_follower import WeightsFollower
 from mesh.actor import MeshActor
 from mesh.messages import HintedContext, LogitsRef
 from services.environments.client import EnvironmentClient
@@ -15,7 +15,6 @@ from services.environments.config import EnvironmentConfig
 from services.models import load_model, load_tokenizer
 from services.training.hinted import HintedTeacher, HintedTeacherConfig, hinted_accuracy
 from services.weights.logits import LogitsStore
-from services.weights.snapshots import SnapshotReader, pull_newest
 
 
 class SDPOTeacherActor(MeshActor):
@@ -47,26 +46,19 @@ class SDPOTeacherActor(MeshActor):
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
         self.teacher = HintedTeacher(initial, live, self.config)
         self.store = LogitsStore()
-        self.reader = SnapshotReader()
         self.client = EnvironmentClient(self.environment_url, self.environment)
 
     async def run(self) -> None:
         if self.config.weights == "initial":
             await self.finishing.wait()
             return
-        trainer, version = self.bindings["trainer"], 0
+        follower = WeightsFollower(self.bindings["trainer"], version=0)  # version 0 is what it starts with
         while not self.finishing.is_set():
             try:
-                newest = await pull_newest(
-                    self.reader,
-                    lambda newer_than: trainer.call(roles.Trainer.weights, newer_than, 5.0),
-                    lambda lease_id: trainer.call(roles.Trainer.release_weights, lease_id),
-                    version,
-                )
-                if newest is not None:
+                tensors = await follower.newer(wait_s=2.0)
+                if tensors is not None:
                     async with self._one_at_a_time:
-                        await asyncio.to_thread(self.teacher.follow, *newest)
-                    version = newest[0]
+                        await asyncio.to_thread(self.teacher.follow, follower.version, tensors)
             except Exception as error:
                 # The teacher stays as it is; the next version is tried when it comes.
                 self.trouble = f"weights: {error}"

@@ -52,7 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(do=_run)
 
     resume = commands.add_parser("resume", help="go on with a run from its last checkpoint")
-    resume.add_argument("run")
+    resume.add_argument("run", help="name or folder of the run")
+    resume.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
     resume.set_defaults(do=_resume)
 
     for name, do, text in [("status", _status, "show a run"), ("stop", _stop, "end a live run in order")]:
@@ -94,7 +95,8 @@ def _resume(arguments: argparse.Namespace) -> int:
     from launch.models import initial_model
 
     run = find_run(arguments.run, arguments.root)
-    config = validated(run.read_config(), str(run.config))
+    config = validated(run.read_config(), str(run.config), arguments.set)
+    run.write_config(config.resolved())
     return _drive(config, run, initial_model(config))
 
 

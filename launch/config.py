@@ -138,13 +138,13 @@ def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Confi
         raise ConfigError(f"cannot read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return validated(data, str(path), settings)
+
+
+def validated(data: dict[str, Any], source: str = "the configuration", settings: Sequence[str] = ()) -> Config:
+    """A `Config` from nested data with `section.key=value` settings on top. ConfigError, one line per fault."""
     for setting in settings:
         _apply(data, setting)
-    return validated(data, str(path))
-
-
-def validated(data: dict[str, Any], source: str = "the configuration") -> Config:
-    """A `Config` from nested data. ConfigError, one line per fault."""
     try:
         return Config.model_validate(data)
     except ValidationError as error:

@@ -74,6 +74,8 @@ class Driver:
         self.state = "starting"
         self.step = 0
         self.rewards: list[float] = []
+        self.metrics: MetricsWriter
+        self._trainer_life: tuple[int, ...] = (0,)
         self._directory: Placed | None = None
         self._log = (run.logs / "driver.log").open("a", buffering=1)
 
@@ -91,13 +93,14 @@ class Driver:
         began = time.monotonic()
         latest = self.checkpoints.latest()
         self.step = latest.step if latest else 0
-        with RunLock(self.run.lock), MetricsWriter(self.run.path, resume_at=self.step) as metrics:
+        with RunLock(self.run.lock):
+            self.metrics = MetricsWriter(self.run.path, resume_at=self.step)
             self._handle_signals()
             try:
                 await self._unless_stopped(self._place())
                 self.state = "running"
-                await self._unless_stopped(self._loops(metrics))
-                return await self._end(metrics, began)
+                await self._unless_stopped(self._loops())
+                return await self._end(began)
             except (ServerFailure, StartFailed, RoleKeepsDying) as error:
                 self.state = "failed"
                 self.say(str(error))
@@ -129,9 +132,9 @@ class Driver:
 
     # ---- the loops -----------------------------------------------------------------------------------------------
 
-    async def _loops(self, metrics: MetricsWriter) -> None:
+    async def _loops(self) -> None:
         """Until the trainer is done. The first loop that fails ends the others with it."""
-        loops = [self.supervisor.watch(), self._beat(), self._follow(metrics)]
+        loops = [self.supervisor.watch(), self._beat(), self._follow()]
         tasks = [asyncio.create_task(loop) for loop in loops]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -143,28 +146,43 @@ class Driver:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, metrics: MetricsWriter) -> None:
+    async def _follow(self) -> None:
         """Record every step; returns when the trainer has done the last one and saved."""
         progress = Progress(self.supervisor)
         while True:
-            await self._record(metrics, progress, wait_s=1.0)
+            await self._record(progress, wait_s=1.0)
             trainer = self.supervisor.health.get("trainer-0", {})
             if trainer.get("done") and not trainer.get("failure") and self.step >= self.config.trainer.steps:
                 return
 
-    async def _record(self, metrics: MetricsWriter, progress: Progress, wait_s: float) -> None:
+    async def _record(self, progress: Progress, wait_s: float) -> None:
+        """Write down the steps that were done since the last call."""
+        life = self.bindings["trainer"].incarnations
         try:
-            reports = await self.bindings["trainer"].call(roles.Trainer.reports, self.step - 1, wait_s)
+            after = self.step - 1 if life == self._trainer_life else -1
+            reports = await self.bindings["trainer"].call(roles.Trainer.reports, after, wait_s)
         except BindingError as error:
             self.say(f"no report: {error}")
             return
+        if reports:
+            self._trainer_life = life
+            self._rewind(reports[0]["step"])
         for report in reports:
             row = progress.row(report)
-            metrics.write(report["step"], row, report["histograms"])
+            self.metrics.write(report["step"], row, report["histograms"])
             self.table.update({"step": report["step"], **row})
             self.step = report["step"] + 1
             if "reward/mean" in row:
                 self.rewards.append(row["reward/mean"])
+
+    def _rewind(self, step: int) -> None:
+        """A trainer that was placed again does steps again, from its last checkpoint: their lines are replaced."""
+        if step < self.step:
+            self.say(f"steps {step} to {self.step - 1} are done again")
+            self.metrics.close()
+            self.metrics = MetricsWriter(self.run.path, resume_at=step)
+            del self.rewards[step - self.step :]
+            self.step = step
 
     async def _beat(self) -> None:
         """Once a second: show the run to whoever attached, do what they asked for, mend what is not an actor."""
@@ -213,7 +231,7 @@ class Driver:
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
-    async def _end(self, metrics: MetricsWriter, began: float) -> Summary:
+    async def _end(self, began: float) -> Summary:
         """Evaluate if asked to, let every role end in order, and sum up."""
         outcome = "stopped" if self.stopping.is_set() else "finished"
         self.state = "ending"
@@ -222,7 +240,7 @@ class Driver:
         if outcome == "finished" and self.config.run.evaluate:
             held_out = await self._evaluate()
         await self.supervisor.finish("trainer")
-        await self._record(metrics, Progress(self.supervisor), wait_s=0.0)
+        await self._record(Progress(self.supervisor), wait_s=0.0)
         await self.supervisor.finish(*[role for role in FINISH_ORDER if role not in ("trainer", "rollout_buffer")])
         accounts: dict[str, Any] = {}
         with contextlib.suppress(BindingError):  # a run that was stopped before its buffer was there has no accounts
@@ -273,6 +291,7 @@ class Driver:
             with contextlib.suppress(Exception):  # it may be gone already, and only that matters
                 await asyncio.wait_for(self._directory.procs.stop(), 20.0)
         await self.servers.stop()
+        self.metrics.close()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(shutdown_context(), 30.0)
         self.say("all released")

@@ -103,6 +103,11 @@ class Binding(Generic[RoleT]):
     def bound(self) -> bool:
         return self.table is not None and bool(self.table.members)
 
+    @property
+    def incarnations(self) -> tuple[int, ...]:
+        """How often each member's place was filled: changes when a member was placed again."""
+        return tuple(member.incarnation for member in self.table.members) if self.table else ()
+
     def update(self, table: RoleTable) -> bool:
         """Take over a newer table. False (and nothing changes) when it is older than the one held."""
         if table.role != self.role:

@@ -75,8 +75,14 @@ class RolloutBuffer(Member, Protocol):
     """Hands out tasks, completes groups, enforces staleness. Endpoints are idempotent by id."""
 
     @contract(30.0, retry=True)
-    def claim(self, generator: str, version: int, count: int, wait_s: float) -> Awaitable[list[Lease]]:
-        """Up to `count` leases for a generator with weights `version`; waits up to `wait_s` for one; [] if none."""
+    def claim(
+        self, generator: str, version: int, count: int, holding: list[str], wait_s: float
+    ) -> Awaitable[list[Lease]]:
+        """Up to `count` leases for a generator with weights `version`; waits up to `wait_s` for one; [] if none.
+
+        `holding` are the lease ids it works on: others that were given to it (before it died, or in an answer that
+        was lost) are free again.
+        """
         ...
 
     @contract(30.0, retry=True)

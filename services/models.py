@@ -29,7 +29,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> Any:
-    """The causal language model at `path` in `dtype` on `device`, without dropout. ModelError when it cannot be loaded."""
+    """The causal language model at `path`, in `dtype` on `device`, without dropout. ModelError when there is none."""
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), local_files_only=Path(path).exists()

@@ -23,7 +23,7 @@ SMALL = [
 ENVIRONMENT = {**os.environ, "COLUMNS": "200"}
 
 
-def milkweed(*arguments, timeout=240):
+def milkweed(*arguments, timeout=600):
     """Run to the end; returns the finished process with its output."""
     command = [sys.executable, "-m", "launch.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, env=ENVIRONMENT)
@@ -57,7 +57,7 @@ class LiveRun:
         file = self.path / "status.json"
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def wait_for(self, condition, what, timeout=150):
+    def wait_for(self, condition, what, timeout=400):
         until = time.monotonic() + timeout
         while time.monotonic() < until:
             status = self.status()
@@ -71,7 +71,7 @@ class LiveRun:
     def wait_step(self, step):
         return self.wait_for(lambda status: status["step"] >= step, f"step {step}")
 
-    def end(self, timeout=180):
+    def end(self, timeout=600):
         output, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode, output
 

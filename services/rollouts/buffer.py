@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,15 @@ class RolloutBuffer:
 
     # Leases
 
-    def claim(self, generator: str, version: int, count: int) -> list[Lease]:
-        """Up to `count` leases for a generator with weights `version`; [] when it may start nothing now."""
+    def claim(self, generator: str, version: int, count: int, holding: Collection[str] | None = None) -> list[Lease]:
+        """Up to `count` leases for a generator with weights `version`; [] when it may start nothing now.
+
+        `holding`: the lease ids that it works on. What it was given before and does not hold is free again at once.
+        """
         self.expire()
+        if holding is not None:
+            orphans = [held.lease.id for held in self._leases.orphans(generator, holding)]
+            self.abandon(orphans, f"{generator} does not hold it")
         self._drop_stale()
         leases: list[Lease] = []
         while len(leases) < count and (place := self._next_place(version)) is not None:

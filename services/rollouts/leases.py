@@ -10,7 +10,7 @@ which of two leases came first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from mesh.messages import Lease, Task
@@ -73,6 +73,10 @@ class LeaseTable:
         """The leases whose time is over, the oldest first."""
         now = self._time_fn()
         return [held for held in self._held.values() if held.expires_at <= now]
+
+    def orphans(self, generator: str, holding: Collection[str]) -> list[HeldLease]:
+        """Leases given to `generator` that it does not hold: it died and came back, or the answer never reached it."""
+        return [h for h in self._held.values() if h.generator == generator and h.lease.id not in holding]
 
     def by_generator(self) -> dict[str, int]:
         return dict(Counter(held.generator for held in self._held.values()))

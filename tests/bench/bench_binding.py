@@ -33,7 +33,8 @@ from mesh.roles import contract  # noqa: E402
 from mesh.supervision import install_fault_hook  # noqa: E402
 from mesh.topology import configure_monarch  # noqa: E402
 
-BLOCKS = 20
+BLOCKS = 100
+ROUNDS = 2  # of calls at once, in each block
 LIMIT_S = 30.0
 
 Call = Callable[[int], Awaitable[int]]
@@ -69,10 +70,10 @@ async def one_after_the_other(call: Call, calls: int) -> list[float]:
     return times
 
 
-async def at_once(call: Call, calls: int, concurrent: int) -> list[float]:
+async def at_once(call: Call, rounds: int, concurrent: int) -> list[float]:
     """Seconds per call of each round of `concurrent` calls."""
     times = []
-    for _ in range(max(1, calls // concurrent)):
+    for _ in range(rounds):
         start = time.perf_counter()
         await asyncio.gather(*[call(value) for value in range(concurrent)])
         times.append((time.perf_counter() - start) / concurrent)
@@ -87,7 +88,7 @@ async def measure(handle: Any, calls: int, concurrent: int) -> dict[str, tuple[l
     for _ in range(BLOCKS):
         for name, call in ways(handle).items():
             times[name][0].extend(await one_after_the_other(call, calls // BLOCKS))
-            times[name][1].extend(await at_once(call, calls // BLOCKS, concurrent))
+            times[name][1].extend(await at_once(call, ROUNDS, concurrent))
     return times
 
 

@@ -119,6 +119,19 @@ def test_killed_members_are_placed_again_and_every_task_is_accounted_for(tmp_pat
     assert nothing_left(run.path)
 
 
+def test_a_killed_trainer_goes_on_from_its_last_checkpoint(tmp_path):
+    with LiveRun(tmp_path, "trainerless", "trainer.steps=9", "trainer.checkpoint_every=2") as run:
+        status = run.wait_step(3)
+        os.kill(status["members"]["trainer-0"]["pid"], signal.SIGKILL)
+        code, output = run.end()
+    assert code == 0, output
+    rows, found = metrics(run.path), accounts(run.path)
+    assert [row["step"] for row in rows] == list(range(9))
+    assert found["trained"] == 18
+    assert found["issued"] == found["trained"] + sum(found["dropped"].values())
+    assert nothing_left(run.path)
+
+
 def test_a_live_run_shows_its_status_and_stops_on_request_and_resumes(tmp_path):
     with LiveRun(tmp_path, "stopped", "trainer.steps=500") as run:
         run.wait_step(2)
@@ -136,10 +149,7 @@ def test_a_live_run_shows_its_status_and_stops_on_request_and_resumes(tmp_path):
     before, trained = metrics(run.path), accounts(run.path)["trained"]
     assert trained == 2 * len(before)
 
-    (run.path / "config.toml").write_text(
-        (run.path / "config.toml").read_text().replace("steps = 500", f"steps = {len(before) + 3}")
-    )
-    resumed = milkweed("resume", run.path)
+    resumed = milkweed("resume", run.path, "--set", f"trainer.steps={len(before) + 3}")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     rows, found = metrics(run.path), accounts(run.path)
     assert [row["step"] for row in rows] == list(range(len(before) + 3))

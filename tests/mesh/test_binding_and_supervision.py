@@ -33,9 +33,8 @@ async def workers(host, count=2, args=(), **config):
 
 
 async def pids(supervisor):
-    while len(supervisor.health) < len(supervisor.placed):
-        await asyncio.sleep(0.05)
-    return {name: health["pid"] for name, health in supervisor.health.items()}
+    answers = await asyncio.gather(*[placed.handle.status.call_one() for placed in supervisor.placed.values()])
+    return {answer["name"]: answer["pid"] for answer in answers}
 
 
 def test_calls_go_to_the_least_loaded_member(host):

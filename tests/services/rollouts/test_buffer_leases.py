@@ -57,6 +57,18 @@ def test_an_expired_lease_is_given_out_again_and_counted(tmp_path):
     assert accounts["leases"] == {"g2": 1}
 
 
+def test_what_a_generator_was_given_and_does_not_hold_is_free_again(tmp_path):
+    buffer = opened(tmp_path)
+    before = buffer.claim("g1", 0, 2)
+    other = buffer.claim("g2", 0, 1)
+    placed_again = buffer.claim("g1", 0, 2, holding=[])
+    assert [lease.rollout_id for lease in placed_again] == [lease.rollout_id for lease in before]
+    assert buffer.claim("g1", 0, 0, holding=[lease.id for lease in placed_again]) == []
+    assert buffer.accounts()["leases"] == {"g1": 2, "g2": 1}
+    assert buffer.put(rollout(other[0]))
+    assert buffer.accounts()["counts"]["abandoned"] == 2
+
+
 def test_the_first_rollout_wins_although_its_lease_expired(tmp_path):
     clock = Clock()
     buffer = opened(tmp_path, clock)

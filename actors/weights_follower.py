@@ -1,0 +1,39 @@
+"""How generators and the SDPO teacher keep up with the trainer's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mesh import roles
+from mesh.binding import Binding
+from services.weights.snapshots import SnapshotReader, WeightsConfig, pull_newest
+
+
+class WeightsFollower:
+    """Pulls the trainer's versions, one `newer` call at a time; `version` is the last one pulled."""
+
+    def __init__(self, trainer: Binding[Any], config: WeightsConfig | None = None, version: int = -1) -> None:
+        self.version = version
+        self._trainer, self._reader = trainer, SnapshotReader(config)
+        self._life = trainer.incarnations
+
+    async def newer(self, wait_s: float) -> dict[str, torch.Tensor] | None:
+        """The tensors of a newer version, which must be loaded before the next call; None when none came in time.
+
+        Raises BindingError, VersionGone or RegionError; the next call tries again.
+        """
+        if self._life != self._trainer.incarnations:
+            # The trainer stands at its last checkpoint again: its versions are older than ours, and the right ones.
+            self._life, self.version = self._trainer.incarnations, -1
+        newest = await pull_newest(
+            self._reader,
+            lambda newer_than: self._trainer.call(roles.Trainer.weights, newer_than, wait_s),
+            lambda lease_id: self._trainer.call(roles.Trainer.release_weights, lease_id),
+            self.version,
+        )
+        if newest is None:
+            return None
+        self.version, tensors = newest
+        return tensors
