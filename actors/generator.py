@@ -179,7 +179,7 @@ class GeneratorActor(MeshActor):
             taken = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.put, rollout)
             self.counts["refused"] += not taken
         except BindingError as error:
-            # The lease expires and the buffer gives the task out again, so nothing but this work is lost.
+            # No longer held, the lease is free again with the next claim, so nothing but this work is lost.
             self.counts["lost"] += 1
             self.trouble = f"{lease.rollout_id}: {error}"
         self._leases.discard(lease.id)

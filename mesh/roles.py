@@ -56,7 +56,7 @@ class Member(Protocol):
     def status(self) -> Awaitable[dict[str, Any]]: ...
 
     @contract(10.0, retry=True)
-    def bind(self, bindings: dict[str, Any]) -> Awaitable[None]:
+    def bind(self, tables: dict[str, Any]) -> Awaitable[None]:
         """New members or a new generation of roles that this actor holds (`mesh.binding.RoleTable`)."""
         ...
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.generator import GeneratorActor, GeneratorConfig
-from mesh.binding import NoMember
+from mesh.binding import Binding, NoMember
 from mesh.messages import Lease, Rollout, Task
 from services.demo.tokenizer import build_tokenizer
 from services.engines.engine import EngineConfig, GenerationRequest
@@ -68,11 +68,6 @@ class Buffer:
         return True
 
 
-class SilentTrainer:
-    async def call(self, endpoint, *args):
-        await asyncio.Event().wait()
-
-
 def generator(buffer=None, engine=None, **episode):
     config = GeneratorConfig(episodes=4, episode=EpisodeConfig(**episode))
     actor = GeneratorActor("generator-0", config, "nowhere", "http://env", EnvironmentConfig(), WeightsConfig())
@@ -80,7 +75,7 @@ def generator(buffer=None, engine=None, **episode):
         actor.engine = EngineLoop(engine, EngineConfig())
         actor.runner = OneRequest(actor.engine)
         actor._have_weights.set()
-        actor.bindings = {"rollout_buffer": buffer, "trainer": SilentTrainer()}
+        actor.bindings = {"rollout_buffer": buffer, "trainer": Binding("trainer")}  # no trainer comes
     return actor
 
 
@@ -122,8 +117,7 @@ def test_an_engine_that_is_dead_when_new_weights_come_ends_the_actor(monkeypatch
     async def scenario():
         actor = generator(Buffer(), BrokenEngine())
         actor._have_weights.clear()
-        actor.reader = None
-        monkeypatch.setattr("actors.generator.pull_newest", newest)
+        monkeypatch.setattr("actors.weights_follower.pull_newest", newest)
         await die(actor)
         assert "out of memory" in await run_to_its_end(actor)
 
