@@ -22,7 +22,7 @@ from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import BindingError
 from mesh.messages import Lease, Rollout, Task
-from services.engines.engine import EngineConfig, EngineError
+from services.engines.engine import EngineConfig, EngineError, WeightsError
 from services.engines.loop import EngineLoop
 from services.engines.transformers_engine import TransformersEngine
 from services.environments.client import EnvironmentClient
@@ -31,7 +31,8 @@ from services.environments.hints import load_hint_modules
 from services.models import load_model, load_tokenizer
 from services.rollouts.chat import check_template
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
-from services.weights.snapshots import WeightsConfig
+from services.weights.region import RegionError
+from services.weights.snapshots import VersionGone, WeightsConfig
 
 GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
@@ -133,9 +134,7 @@ class GeneratorActor(MeshActor):
                 await self.engine.update(follower.version, tensors)
                 self.update_s = time.monotonic() - began
                 self._have_weights.set()
-            except EngineError:
-                raise
-            except Exception as error:
+            except (BindingError, VersionGone, RegionError, WeightsError, TimeoutError) as error:
                 # The next try comes with a newer version; until then episodes go on with the weights in use.
                 self.trouble = f"weights: {error}"
                 await asyncio.sleep(0.5)

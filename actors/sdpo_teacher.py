@@ -9,12 +9,15 @@ from monarch.actor import concurrent_endpoint
 
 from actors.weights_follower import WeightsFollower
 from mesh.actor import MeshActor
-from mesh.messages import HintedContext, LogitsRef
-from services.environments.client import EnvironmentClient
+from mesh.binding import BindingError
+from mesh.messages import HintedContext, LogitsRef, RegionRef
+from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.config import EnvironmentConfig
 from services.models import load_model, load_tokenizer
 from services.training.hinted import HintedTeacher, HintedTeacherConfig, hinted_accuracy
 from services.weights.logits import LogitsStore
+from services.weights.region import RegionError
+from services.weights.snapshots import VersionGone
 
 
 class SDPOTeacherActor(MeshActor):
@@ -40,11 +43,8 @@ class SDPOTeacherActor(MeshActor):
 
     async def setup(self) -> None:
         initial = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
-        live = None
-        if self.config.weights != "initial":
-            live = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
-        self.teacher = HintedTeacher(initial, live, self.config)
+        self.teacher = HintedTeacher(initial, initial, self.config)
         self.store = LogitsStore()
         self.client = EnvironmentClient(self.environment_url, self.environment)
 
@@ -59,7 +59,7 @@ class SDPOTeacherActor(MeshActor):
                 if tensors is not None:
                     async with self._one_at_a_time:
                         await asyncio.to_thread(self.teacher.follow, follower.version, tensors)
-            except Exception as error:
+            except (BindingError, VersionGone, RegionError) as error:
                 # The teacher stays as it is; the next version is tried when it comes.
                 self.trouble = f"weights: {error}"
                 await asyncio.sleep(0.5)
@@ -82,6 +82,9 @@ class SDPOTeacherActor(MeshActor):
             version = self.teacher.version
         self.counts["requests"] += 1
         self.counts["contexts"] += len(contexts)
+        if not len(rows):  # every context is too long: there is nothing to keep in registered memory
+            nowhere = RegionRef(0, "", None, None)
+            return LogitsRef("", nowhere, 0, rows.shape[1], "float32", row_offsets, version, self.accuracy)
         ref = await self.store.put(rows, row_offsets, teacher_version=version, hinted_accuracy=self.accuracy)
         self._start_probe(contexts)
         return ref
@@ -103,6 +106,6 @@ class SDPOTeacherActor(MeshActor):
                 actions = await asyncio.to_thread(self.teacher.act, self.tokenizer, contexts)
             self.accuracy = await hinted_accuracy(self.client, contexts, actions)
             self.counts["probes"] += 1
-        except Exception as error:
+        except EnvironmentFailure as error:
             # Without a measurement the last one stands; training does not depend on this one.
-            self.trouble = f"hinted accuracy: {type(error).__name__}: {error}"
+            self.trouble = f"hinted accuracy: {error}"

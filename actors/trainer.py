@@ -70,12 +70,13 @@ class TrainerActor(MeshActor):
         model_path: str,
         run_dir: str,
         temperature: float,
+        advantage_scaling: str,
         seed: int,
     ) -> None:
         super().__init__(name, roles=("rollout_buffer", "sdpo_teacher"))
         self.config, self.policy, self.sdpo, self.replay = config, policy, sdpo, replay
         self.weights_config, self.model_path, self.run_dir = weights, model_path, Path(run_dir)
-        self.temperature, self.seed = temperature, seed
+        self.temperature, self.advantage_scaling, self.seed = temperature, advantage_scaling, seed
         self.step_n = 0
         self.spans = Spans()
         self.trouble = ""
@@ -116,10 +117,11 @@ class TrainerActor(MeshActor):
             temperature=self.temperature,
             max_tokens=self.config.micro_batch_tokens,
             spans=self.spans,
+            advantage_scaling=self.advantage_scaling,
         )
         self.inline = None
         if self.sdpo.teacher == "inline" and self.sdpo.alpha:
-            self.inline = HintedTeacher(initial, model, self.sdpo.hinted)
+            self.inline = HintedTeacher(initial, initial, self.sdpo.hinted)
         if latest:
             self.step_n = load_state(latest.path, self.learner)
 
@@ -195,8 +197,8 @@ class TrainerActor(MeshActor):
             # Training goes on without the channel; the report of this step says so.
             self.trouble = f"sdpo teacher: {error or f'no logits within {self.sdpo.wait_s:g} s'}"
             return None, None
-        rows_of = _RemoteRows(ref, asyncio.get_running_loop())
-        return _hinted(ref.row_offsets, rows_of, ref.hinted_accuracy, ref.teacher_version), ref
+        remote = _RemoteRows(ref, asyncio.get_running_loop())
+        return _hinted(ref.row_offsets, remote, ref.hinted_accuracy, ref.teacher_version), ref
 
     async def _train(self, plan: StepPlan, hinted: Hinted | None, ref: LogitsRef | None) -> None:
         began = time.monotonic()
@@ -213,7 +215,8 @@ class TrainerActor(MeshActor):
             # The frontier moves before anybody can sample from the new version.
             await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.trained, plan.batch.id)
         await self._publish()
-        metrics["sdpo/missing"] = float(bool(plan.contexts) and hinted is None)
+        if hinted is not None and hinted.failure:
+            self.trouble = f"sdpo teacher: {hinted.failure}"
         metrics["weights/publish_failures"] = float(self._publish_failures)
         figures, histograms = describe_batch(plan.batch)
         metrics |= figures
@@ -309,7 +312,7 @@ class _RemoteRows:
         parts, have = [self._left], self._left.shape[0]
         while have < count:
             _, rows = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result(timeout=60.0)
-            parts.append(rows)
+            parts.append(rows.clone())  # a chunk is overwritten when the one after it is asked for
             have += rows.shape[0]
         together = torch.cat(parts) if len(parts) > 1 else self._left
         self._left = together[count:]

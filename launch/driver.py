@@ -123,7 +123,7 @@ class Driver:
         log = str(self.run.logs / "directory.log")
         place = Place("directory", "directory", Directory, (self.run.name,), ProcSpec(log_path=log))
         incarnation = self._directory.incarnation + 1 if self._directory else 0
-        self._directory = fill(place, self.supervisor.host, incarnation)
+        self._directory = await fill(place, self.supervisor.host, incarnation)
         await asyncio.wait_for(self._directory.handle.publish.call_one(self.supervisor.tables), 30.0)
         save_reference(self._directory.handle, self.run.mesh_ref)
 

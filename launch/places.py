@@ -49,7 +49,7 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         Place(
             "trainer", "trainer-0", TrainerActor,
             (config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, str(run.path), sampling,
-             config.run.seed),
+             config.buffer().advantage_scaling, config.run.seed),
             proc("trainer-0", config.trainer.threads),
         )
     )  # fmt: skip

@@ -9,6 +9,7 @@ or one exception that names role, member and endpoint.
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -48,13 +49,33 @@ class RemoteFailure(BindingError):
         self.cause = cause
 
 
-@dataclass(frozen=True, slots=True)
 class MemberRef:
-    """One actor of a role. `incarnation` counts how often this place was filled."""
+    """One actor of a role: its name, how often its place was filled before, and the handle to call it.
 
-    name: str  # "generator-0"
-    handle: Any  # a Monarch actor mesh of one actor; picklable
-    incarnation: int = 0
+    It travels packed: unpacking a handle imports the actor's class and all that it needs, which only a caller wants.
+    """
+
+    def __init__(self, name: str, handle: Any, incarnation: int = 0, packed: bytes = b"") -> None:
+        self.name, self.incarnation = name, incarnation  # "generator-0", 0
+        self._handle = handle
+        # Packed here, not when it is sent: inside Monarch's own pickling a handle may leave a hole to be filled later.
+        self._packed = packed or pickle.dumps(handle)
+
+    @property
+    def handle(self) -> Any:
+        """A Monarch actor mesh of one actor."""
+        if self._handle is None:
+            self._handle = pickle.loads(self._packed)
+        return self._handle
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemberRef) and (self.name, self.incarnation) == (other.name, other.incarnation)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.incarnation))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MemberRef, (self.name, None, self.incarnation, self._packed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from typing import Any
 import monarch.actor
 from pydantic import BaseModel, ConfigDict, Field
 
-from mesh.binding import Binding, BindingError, MemberDied, MemberRef, RoleTable
+from mesh.binding import Binding, BindingError, MemberDied, RoleTable
 from mesh.roles import Member
 from mesh.topology import Place, Placed, fill, tail
 
@@ -92,13 +92,13 @@ class Supervisor:
 
     async def place(self, places: list[Place]) -> None:
         """Fill all places, tell everybody of everybody, then start them in the order given, equal roles together."""
-        for place in places:
-            self.placed[place.name] = fill(place, self.host, 0)
+        filled = await asyncio.gather(*[fill(place, self.host, 0) for place in places])
+        self.placed.update({placed.place.name: placed for placed in filled})
         await asyncio.gather(
             *[self._ask(p.place.name, Member.status, self.config.start_s) for p in self.placed.values()]
         )
         for role in dict.fromkeys(place.role for place in places):
-            members = tuple(_ref(self.placed[p.name]) for p in places if p.role == role)
+            members = tuple(self.placed[p.name].ref for p in places if p.role == role)
             self._set_table(RoleTable(role, members, implementation=self.placed[members[0].name].place.actor.__name__))
         await asyncio.gather(*[self._ask(p.name, Member.bind, 30.0, self.tables) for p in places])
         for role in dict.fromkeys(place.role for place in places):
@@ -113,7 +113,7 @@ class Supervisor:
 
     async def _ask(self, name: str, endpoint: Any, limit_s: float, *args: Any) -> Any:
         """One call to one member, not to its role."""
-        one = Binding[Member](name, RoleTable(name, (_ref(self.placed[name]),)), patience_s=0)
+        one = Binding[Member](name, RoleTable(name, (self.placed[name].ref,)), patience_s=0)
         return await one.call_within(limit_s, endpoint, *args)
 
     # ---- watching ------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Supervisor:
         while policy.allows_restart(time.monotonic()):
             incarnation = self.placed[name].incarnation + 1
             try:
-                self.placed[name] = fill(old.place, self.host, incarnation)
+                self.placed[name] = await fill(old.place, self.host, incarnation)
                 await self._ask(name, Member.bind, self.config.start_s, self.tables)
                 await self._start(old.place)
             except (StartFailed, BindingError) as error:
@@ -166,7 +166,7 @@ class Supervisor:
                 await self._retire(name)
                 continue
             table = self.tables[role]
-            await self._announce(RoleTable(role, (*table.members, _ref(self.placed[name])), table.generation,
+            await self._announce(RoleTable(role, (*table.members, self.placed[name].ref), table.generation,
                                            table.revision + 1, table.implementation))  # fmt: skip
             self.log(f"{name} is back (incarnation {incarnation})")
             return
@@ -224,10 +224,6 @@ class Supervisor:
         for name in list(self.health):
             _kill(self.health.pop(name))
         self.placed.clear()
-
-
-def _ref(placed: Placed) -> MemberRef:
-    return MemberRef(placed.place.name, placed.handle, placed.incarnation)
 
 
 def _kill(health: dict[str, Any] | None) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import monarch.actor
 from monarch.config import configure
 
+from mesh.binding import MemberRef
+
 
 @dataclass(frozen=True, slots=True)
 class ProcSpec:
@@ -37,12 +39,13 @@ class Place:
 
 @dataclass(slots=True)
 class Placed:
-    """A filled place: the proc mesh (to stop) and the actor (to call)."""
+    """A filled place: the proc mesh (to stop), the actor (to call), and the reference that others get."""
 
     place: Place
     procs: Any
     handle: Any
     incarnation: int
+    ref: MemberRef
 
 
 def configure_monarch() -> None:
@@ -73,7 +76,7 @@ def prepare_proc(spec: ProcSpec) -> None:
         os.close(log)
 
 
-def fill(place: Place, host: Any, incarnation: int) -> Placed:
+async def fill(place: Place, host: Any, incarnation: int) -> Placed:
     """Spawn the place's proc on `host` (a Monarch host mesh of one host) and its actor in it."""
     procs = host.spawn_procs(
         per_host={"procs": 1},
@@ -81,7 +84,8 @@ def fill(place: Place, host: Any, incarnation: int) -> Placed:
         bootstrap=functools.partial(prepare_proc, place.proc),
     )
     handle = procs.spawn(place.name.replace("-", "_"), place.actor, place.name, *place.args)
-    return Placed(place, procs, handle, incarnation)
+    await procs.initialized  # before the handle is packed: what it refers to must be there
+    return Placed(place, procs, handle, incarnation, MemberRef(place.name, handle, incarnation))
 
 
 def tail(path: str | None, lines: int = 12) -> str:

@@ -143,7 +143,7 @@ class Learner:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
-        # No dropout: the ratio to the behaviour policy, and the distance to the reference, are the weights' doing alone.
+        # No dropout: ratio to the behaviour policy and distance to the reference are the weights' doing alone.
         for each in (model, reference):
             if each is not None:
                 each.eval()

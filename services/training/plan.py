@@ -60,8 +60,7 @@ class Hinted:
     failure: str = ""  # set by the step: why the rows could not be read, so that it went on without them
 
     def check(self, plan: StepPlan) -> None:
-        """ValueError unless this answers that plan: rows that belong to other tokens would train, silently, the wrong
-        thing."""
+        """ValueError unless this answers that plan: rows of other tokens would silently teach the wrong thing."""
         turns = [len(context.turn_ids) for context in plan.contexts]
         if len(self.row_counts) != len(turns) or any(
             not 0 <= rows <= turn for rows, turn in zip(self.row_counts, turns, strict=True)

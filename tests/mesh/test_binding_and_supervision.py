@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -171,3 +174,21 @@ def test_the_restart_policy_forgets_deaths_outside_its_window():
     policy = RestartPolicy(max_restarts=2, window_s=10)
     assert [policy.allows_restart(t) for t in (0, 1, 2)] == [True, True, False]
     assert policy.allows_restart(20)
+
+
+def test_a_table_can_be_passed_on_without_importing_the_actors_it_names(host):
+    async def scenario():
+        async with workers(host, count=1) as (_, binding, _):
+            table = pickle.dumps(binding.table)
+            code = (
+                "import pickle, sys; table = pickle.loads(sys.stdin.buffer.read()); "
+                "print(table.members[0].name, 'mesh_actors' in sys.modules)"
+            )
+            read = await asyncio.to_thread(
+                subprocess.run, [sys.executable, "-c", code], input=table, capture_output=True, check=True, timeout=60
+            )
+            assert read.stdout.decode().split() == ["worker-0", "False"]
+            again = Binding[Worker]("worker", pickle.loads(table))
+            assert (await again.call(Worker.work, 0.0)).startswith("worker-0")
+
+    asyncio.run(scenario())

@@ -32,7 +32,7 @@ sys.stdin.read()
 @pytest.fixture(scope="module")
 def placed(host):
     place = Place("directory", "directory", Directory, ("lab-1",))
-    placed = fill(place, host, 0)
+    placed = asyncio.run(fill(place, host, 0))
     yield placed
     placed.procs.stop().get(timeout=60)
 
