@@ -17,7 +17,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from services.training.learner import Hinted, Learner, OptimizerConfig, ReplayCo
 from services.training.report import describe_batch
 from services.training.state import load_state, save_state
 from services.weights.logits import read_logits
+from services.weights.region import Via
 from services.weights.snapshots import SnapshotPublisher, WeightsConfig
 
 
@@ -189,7 +189,7 @@ class TrainerActor(MeshActor):
             return None, None
         if self.inline is not None:
             rows, offsets = await asyncio.to_thread(self.inline.aligned_logits, contexts)
-            return _hinted(offsets, _reader(rows), None, self.step_n), None
+            return Hinted.from_rows(rows, offsets, version=self.inline.version), None
         try:
             teacher = self.bindings["sdpo_teacher"]
             ref = await asyncio.wait_for(teacher.call(roles.SDPOTeacher.logits, contexts), self.sdpo.wait_s)
@@ -197,8 +197,9 @@ class TrainerActor(MeshActor):
             # Training goes on without the channel; the report of this step says so.
             self.trouble = f"sdpo teacher: {error or f'no logits within {self.sdpo.wait_s:g} s'}"
             return None, None
-        remote = _RemoteRows(ref, asyncio.get_running_loop())
-        return _hinted(ref.row_offsets, remote, ref.hinted_accuracy, ref.teacher_version), ref
+        remote = _RemoteRows(ref, asyncio.get_running_loop(), self.weights_config.via)
+        figures = {"accuracy": ref.hinted_accuracy, "version": ref.teacher_version}
+        return Hinted.from_reader(remote, ref.row_offsets, **figures), ref
 
     async def _train(self, plan: StepPlan, hinted: Hinted | None, ref: LogitsRef | None) -> None:
         began = time.monotonic()
@@ -210,7 +211,8 @@ class TrainerActor(MeshActor):
                     if ref is not None:
                         await self._release(ref)
             if self.inline is not None:
-                self.inline.follow(self.step_n + 1, dict(self.learner.model.named_parameters()))
+                weights = dict(self.learner.model.named_parameters())
+                await asyncio.to_thread(self.inline.follow, self.step_n + 1, weights)
             self.step_n += 1
             # The frontier moves before anybody can sample from the new version.
             await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.trained, plan.batch.id)
@@ -281,31 +283,14 @@ class TrainerActor(MeshActor):
         return await self._save()
 
 
-def _hinted(offsets: list[int], read: Any, accuracy: float | None, version: int) -> Hinted:
-    counts = [stop - start for start, stop in pairwise(offsets)]
-    return Hinted(counts, read, accuracy, version)
-
-
-def _reader(rows: torch.Tensor) -> Any:
-    """Rows that are here already, handed out in order."""
-    position = 0
-
-    def read(count: int) -> torch.Tensor:
-        nonlocal position
-        position += count
-        return rows[position - count : position]
-
-    return read
-
-
 class _RemoteRows:
     """The teacher's rows, read over RDMA in chunks, for the learner's thread. The next chunk is under way meanwhile."""
 
     CHUNK = 256
 
-    def __init__(self, ref: LogitsRef, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, ref: LogitsRef, loop: asyncio.AbstractEventLoop, via: Via) -> None:
         self._loop = loop
-        self._chunks: AsyncIterator[tuple[int, torch.Tensor]] = read_logits(ref, self.CHUNK)
+        self._chunks: AsyncIterator[tuple[int, torch.Tensor]] = read_logits(ref, self.CHUNK, via=via)
         self._left = torch.empty((0, ref.vocab))
 
     def __call__(self, count: int) -> torch.Tensor:

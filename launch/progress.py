@@ -25,6 +25,9 @@ class Progress:
         metrics["rollouts_per_s"] = metrics["rollouts"] / elapsed
         metrics |= {f"idle/{role}": share for role, share in self._idle().items() if f"idle/{role}" not in metrics}
         metrics["supervision/deaths"] = float(sum(self.supervisor.deaths.values()))
+        answered = [health["answered_in_s"] for health in self.supervisor.health.values()]
+        if answered:
+            metrics["supervision/slowest_status_s"] = max(answered)
         for health in self.supervisor.health.values():
             for figure in ("spent_usd", "hinted_accuracy", "pairs", "errors"):
                 if health["name"].startswith("teachers") and isinstance(health.get(figure), int | float):

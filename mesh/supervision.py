@@ -134,10 +134,16 @@ class Supervisor:
         heard = time.monotonic()
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
+            asked = time.monotonic()
             try:
                 answer = await self._ask(name, Member.status, min(5.0, self.config.hang_s))
                 heard, reason = time.monotonic(), answer["failure"]
-                self.health[name] = {**answer, "heard": time.time(), "incarnation": self.placed[name].incarnation}
+                self.health[name] = {
+                    **answer,
+                    "answered_in_s": heard - asked,
+                    "heard": time.time(),
+                    "incarnation": self.placed[name].incarnation,
+                }
             except BindingError as error:
                 silent = time.monotonic() - heard
                 hung = silent >= self.config.hang_s

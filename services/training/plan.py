@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 
@@ -58,6 +59,23 @@ class Hinted:
     accuracy: float | None = None
     version: int = 0
     failure: str = ""  # set by the step: why the rows could not be read, so that it went on without them
+
+    @classmethod
+    def from_rows(cls, rows: torch.Tensor, row_offsets: Sequence[int], **figures: Any) -> Hinted:
+        """An answer whose rows (N, V) are here already."""
+        position = 0
+
+        def read(count: int) -> torch.Tensor:
+            nonlocal position
+            position += count
+            return rows[position - count : position]
+
+        return cls.from_reader(read, row_offsets, **figures)
+
+    @classmethod
+    def from_reader(cls, read: TeacherRows, row_offsets: Sequence[int], **figures: Any) -> Hinted:
+        """An answer that is read piece by piece; context `i` owns rows `row_offsets[i] : row_offsets[i + 1]`."""
+        return cls([stop - start for start, stop in pairwise(row_offsets)], read, **figures)
 
     def check(self, plan: StepPlan) -> None:
         """ValueError unless this answers that plan: rows of other tokens would silently teach the wrong thing."""

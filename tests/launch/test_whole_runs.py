@@ -172,6 +172,25 @@ def test_a_killed_driver_leaves_no_process_and_the_run_resumes_from_its_checkpoi
     assert nothing_left(run.path)
 
 
+def test_an_inline_teacher_another_objective_lock_step_and_weights_over_rdma_run_too(tmp_path):
+    chosen = ["sdpo.teacher=inline", "sdpo.hinted.weights=ema", "policy.objective=gspo", "policy.kl_beta=0.01",
+              "rollouts.max_staleness=0", "trainer.prefetch=false", "weights.via=rdma", "trainer.steps=3"]  # fmt: skip
+    done = milkweed("run", *settings(tmp_path, "other", *chosen))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = metrics(tmp_path / "other")
+    assert all(row["staleness/max"] == 0 for row in rows)
+    assert max(row.get("sdpo/grad_norm", 0.0) for row in rows) > 0
+    assert rows[-1]["policy/ref_kl"] >= 0
+    assert rows[-1]["sdpo/teacher_version"] == 2
+
+
+def test_logits_over_rdma_reach_the_loss(tmp_path):
+    done = milkweed("run", *settings(tmp_path, "remote", "weights.via=rdma", "trainer.steps=3"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(row["sdpo/missing"] == 0 and row["sdpo/unread"] == 0 for row in metrics(tmp_path / "remote"))
+    assert max(row.get("sdpo/grad_norm", 0.0) for row in metrics(tmp_path / "remote")) > 0
+
+
 def test_ctrl_c_ends_a_run_in_order_with_a_checkpoint(tmp_path):
     with LiveRun(tmp_path, "interrupted", "trainer.steps=500", "trainer.checkpoint_every=400") as run:
         run.wait_step(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from training_builders import (
     encode,
     forward_calls,
     gradients,
-    in_order,
     learner,
     logit_gradients,
     step,
@@ -242,7 +242,8 @@ def test_a_gradient_that_is_not_finite_is_left_out_and_counted():
     of, alone = learner(model, alpha=1.0), learner(model)
     plan = of.plan(made)
     rows = sum(len(context.turn_ids) for context in plan.contexts)
-    broken = Hinted([len(c.turn_ids) for c in plan.contexts], in_order(torch.full((rows, 40), math.nan)))
+    offsets = list(accumulate((len(c.turn_ids) for c in plan.contexts), initial=0))
+    broken = Hinted.from_rows(torch.full((rows, 40), math.nan), offsets)
     metrics = of.step(plan, broken)
     step(alone, batch(model, pairs=0, failing=()))
     assert metrics["sdpo/nonfinite"] == 1.0
@@ -311,7 +312,7 @@ def test_rows_that_do_not_fit_the_plan_are_refused(counts):
     model = tiny_model()
     of = learner(model, alpha=1.0)
     with pytest.raises(ValueError, match="do not fit turns of"):
-        of.step(of.plan(batch(model)), Hinted(counts, in_order(torch.zeros(600, 40))))
+        of.step(of.plan(batch(model)), Hinted.from_rows(torch.zeros(600, 40), list(accumulate(counts, initial=0))))
 
 
 def test_figures_are_means_over_what_was_counted_and_totals_where_they_count():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -173,18 +172,7 @@ def learner(
 def answer(teacher: HintedTeacher, plan: StepPlan, **settings: Any) -> Hinted:
     """The teacher's rows for a plan, as the trainer gets them: read in order, in pieces."""
     rows, offsets = teacher.aligned_logits(plan.contexts)
-    return Hinted([stop - start for start, stop in pairwise(offsets)], in_order(rows), **settings)
-
-
-def in_order(rows: torch.Tensor) -> Callable[[int], torch.Tensor]:
-    position = 0
-
-    def read(count: int) -> torch.Tensor:
-        nonlocal position
-        position += count
-        return rows[position - count : position]
-
-    return read
+    return Hinted.from_rows(rows, offsets, **settings)
 
 
 def whole_turn_teacher(model: Any, **settings: Any) -> HintedTeacher:
