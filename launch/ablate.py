@@ -44,7 +44,7 @@ def ablate(out: Path, seeds: Sequence[int], steps: int, settings: Sequence[str] 
     curves: list[dict[str, Any]] = []
     for seed in seeds:
         for arm, weights in ARMS.items():
-            name = f"{arm}-seed{seed}"
+            name = f"{arm.replace('+', '-')}-seed{seed}"
             if not _finished(out / name):
                 chosen = [*weights, f"trainer.steps={steps}", f"run.seed={seed}", f"run.root={out}", f"run.name={name}"]
                 _run(config, [*chosen, *settings], name)

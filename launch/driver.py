@@ -34,6 +34,7 @@ from mesh.binding import Binding, BindingError, RoleTable
 from mesh.directory import Directory, save_reference
 from mesh.supervision import RoleKeepsDying, StartFailed, Supervisor, install_fault_hook
 from mesh.topology import Place, Placed, ProcSpec, configure_monarch, fill
+from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.process import ServerFailure
 from services.rollouts.tasks import held_out_seeds
 from services.runs.checkpoints import Checkpoints
@@ -101,7 +102,7 @@ class Driver:
                 self.state = "running"
                 await self._unless_stopped(self._loops())
                 return await self._end(began)
-            except (ServerFailure, StartFailed, RoleKeepsDying) as error:
+            except (EnvironmentFailure, ServerFailure, StartFailed, RoleKeepsDying) as error:
                 self.state = "failed"
                 self.say(str(error))
                 self._write_status({"reason": str(error)})
@@ -115,6 +116,8 @@ class Driver:
         await asyncio.to_thread(end_leftovers, self.run.path, self.say)
         self._write_status()
         await self.servers.start()
+        # Before anything heavier is placed: an environment that does not answer would fail every episode.
+        await EnvironmentClient(self.servers.environment_url, self.config.environment).probe()
         await self._place_directory()
         await self.supervisor.place(places(self.config, self.run, self.model_path, self.servers))
 

@@ -221,18 +221,21 @@ def test_bad_input_gets_one_sentence_and_a_nonzero_exit(arguments, sentence):
 
 
 @pytest.mark.parametrize(
-    ("more", "sentence"),
+    ("section", "sentence"),
     [
-        (["environment.url=http://127.0.0.1:9"], "environment"),
-        (['rewarder.reward.functions=[{path="no.such:thing"}]'], "no.such"),
+        ("[environment]\nurl = 'http://127.0.0.1:9'", "environment http://127.0.0.1:9 failed"),
+        ("[[rewarder.reward.functions]]\npath = 'no.such:thing'", "no.such"),
+        ("[generator.episode]\nhint_role = 'oracle'\n[generator.engine]\nmax_length = 400", "oracle"),
     ],
 )
-def test_what_cannot_start_ends_the_run_with_the_reason_and_leaves_nothing(tmp_path, more, sentence, demo_model):
+def test_what_cannot_start_ends_the_run_with_the_reason_and_leaves_nothing(tmp_path, section, sentence):
     from services.demo.warm_start import demo_model as folder
 
-    done = milkweed("run", *settings(tmp_path, "broken", *more, f"model.path={folder('easy')}", "teachers.backend=none",
-                                     "replay.beta=0", "environment.open_limit_s=2"))  # fmt: skip
-    assert done.returncode == 1, done.stdout
+    config = tmp_path / "broken.toml"
+    config.write_text(f"{section}\n[model]\npath = '{folder('easy')}'\n")
+    off = ["--set", "teachers.backend=none", "--set", "replay.beta=0"]
+    done = milkweed("run", config, *settings(tmp_path, "broken"), *off)
+    assert done.returncode == 1, done.stdout + done.stderr
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert nothing_left(tmp_path / "broken")
