@@ -82,12 +82,18 @@ class MeshActor(Actor):
             "running": running,
             "failure": self.failure,
             "bindings": {
-                role: {"members": len(b.table.members) if b.table else 0, "calls": b.counts.calls,
-                       "errors": b.counts.errors, "retries": b.counts.retries, "seconds": b.counts.seconds}
+                role: {
+                    "revision": b.table.revision if b.table else -1,
+                    "members": len(b.table.members) if b.table else 0,
+                    "calls": b.counts.calls,
+                    "errors": b.counts.errors,
+                    "retries": b.counts.retries,
+                    "seconds": b.counts.seconds,
+                }
                 for role, b in self.bindings.items()
             },
             **self.figures(),
-        }  # fmt: skip
+        }
 
     @concurrent_endpoint
     async def bind(self, tables: dict[str, RoleTable]) -> None:

@@ -1,12 +1,12 @@
 """What to do when an actor dies or hangs: notice it, fill its place again, and give up when that does not help.
 
-One watch per member asks for its status every `heartbeat_s`. A dead process fails that call at once (Monarch's
-supervision); a stopped or stuck one is noticed by silence, because Monarch does not see it. Either way the member is
-taken out of its role's table, its proc is stopped, its place is filled again and every holder of the role is told.
-`RestartPolicy` bounds this: a role that keeps dying ends the run with that role's own error.
+One watch per member looks at its process and asks for its status, every `heartbeat_s`. A stopped or stuck process is
+noticed by its silence, because Monarch does not see it. A lost member is taken out of its role's table, its proc is
+stopped, its place is filled again and every holder of the role is told. A holder that missed a change is told at its
+next heartbeat. `RestartPolicy` bounds this: a role that keeps dying ends the run with that role's own error.
 
-    watch ──status──▶ member      ok: health[name] = answer
-      │ dead | hung | its loop failed
+    watch ──process? status──▶ member      ok: health[name] = answer, tables it missed
+      │ gone | dead | silent | its loop failed
       ▼
     retire (table without it → holders) → kill, stop procs → policy ──▶ RoleKeepsDying
       ▼
@@ -16,19 +16,18 @@ taken out of its role's table, its proc is stopped, its place is filled again an
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import monarch.actor
 from pydantic import BaseModel, ConfigDict, Field
 
-from mesh.binding import Binding, BindingError, MemberDied, RoleTable
+from mesh.binding import Binding, BindingError, MemberDied, RemoteFailure, RoleTable
+from mesh.processes import ProcessId, process
 from mesh.roles import Member
 from mesh.topology import Place, Placed, fill, tail
 
@@ -40,9 +39,12 @@ class SupervisionConfig(BaseModel):
     hang_s: float = Field(
         20.0, gt=0, description="An actor silent for this long is taken for hung, killed and replaced."
     )
-    max_restarts: int = Field(4, ge=0, description="Deaths of one actor within the window that end the run.")
-    window_s: float = Field(300.0, gt=0, description="The window over which deaths are counted, seconds.")
+    max_restarts: int = Field(4, ge=0, description="Deaths of one actor in a row after which the run is ended.")
+    window_s: float = Field(300.0, gt=0, description="Living this long, in seconds, clears an actor's count of deaths.")
     start_s: float = Field(180.0, gt=0, description="Limit for one actor to start (it may load a model), seconds.")
+
+
+STATUS_LIMIT_S = 2.0  # for one status call: a member that is only busy answers the next one
 
 
 class RoleKeepsDying(Exception):
@@ -54,16 +56,19 @@ class StartFailed(Exception):
 
 
 class RestartPolicy:
-    """Allows `max_restarts` deaths within any `window_s` seconds."""
+    """Allows `max_restarts` deaths in a row; one that comes after `window_s` seconds of life begins a new row.
+
+    A row and not a rate: a member that needs minutes to fail would never reach a limit per time.
+    """
 
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self.max_restarts, self.window_s = max_restarts, window_s
-        self._deaths: list[float] = []
+        self.deaths = 0
 
-    def allows_restart(self, now: float) -> bool:
-        """Count a death at `now`; True when the place may be filled again."""
-        self._deaths = [t for t in self._deaths if now - t < self.window_s] + [now]
-        return len(self._deaths) <= self.max_restarts
+    def allows_restart(self, lived_s: float) -> bool:
+        """Count a death after `lived_s` seconds of life (0: it did not start); True to fill the place again."""
+        self.deaths = 1 if lived_s >= self.window_s else self.deaths + 1
+        return self.deaths <= self.max_restarts
 
 
 def install_fault_hook(log: Callable[[str], None]) -> None:
@@ -85,31 +90,41 @@ class Supervisor:
         self.health: dict[str, dict[str, Any]] = {}
         self.deaths: dict[str, int] = {}  # by role, for the metrics
         self.listeners: list[Callable[[RoleTable], Any]] = []  # told of every new table (the directory)
+        self.processes: dict[str, ProcessId | None] = {}  # by member, those on this host
         self._policies: dict[str, RestartPolicy] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
 
     # ---- placing -------------------------------------------------------------------------------------------------
 
     async def place(self, places: list[Place]) -> None:
-        """Fill all places, tell everybody of everybody, then start them in the order given, equal roles together."""
-        filled = await asyncio.gather(*[fill(place, self.host, 0) for place in places])
-        self.placed.update({placed.place.name: placed for placed in filled})
-        await asyncio.gather(
-            *[self._ask(p.place.name, Member.status, self.config.start_s) for p in self.placed.values()]
-        )
+        """Fill all places, tell everybody of everybody, then start them in the order given, equal roles together.
+
+        Raises StartFailed, with the end of its log where a process died.
+        """
+        await asyncio.gather(*[self._fill(place, 0) for place in places])
         for role in dict.fromkeys(place.role for place in places):
             members = tuple(self.placed[p.name].ref for p in places if p.role == role)
             self._set_table(RoleTable(role, members, implementation=self.placed[members[0].name].place.actor.__name__))
-        await asyncio.gather(*[self._ask(p.name, Member.bind, 30.0, self.tables) for p in places])
         for role in dict.fromkeys(place.role for place in places):
             await asyncio.gather(*[self._start(place) for place in places if place.role == role])
 
+    async def _fill(self, place: Place, incarnation: int) -> None:
+        """Fill a place, and know its process from then on: it may have to be killed before it ever answers again."""
+        try:
+            self.placed[place.name] = await asyncio.wait_for(fill(place, self.host, incarnation), self.config.start_s)
+            answer = await self._ask(place.name, Member.status, self.config.start_s)
+        except TimeoutError:
+            raise StartFailed(f"{place.name} has no process after {self.config.start_s:g} s") from None
+        except BindingError as error:
+            raise StartFailed(_why(place, error)) from None
+        if answer["host"] == socket.gethostname():
+            self.processes[place.name] = process(answer["pid"])
+
     async def _start(self, place: Place) -> None:
         try:
+            await self._ask(place.name, Member.bind, 30.0, self.tables)
             await self._ask(place.name, Member.start, self.config.start_s)
         except BindingError as error:
-            cause = getattr(error, "cause", str(error))
-            raise StartFailed(f"{place.name} did not start: {cause}") from None
+            raise StartFailed(_why(place, error)) from None
 
     async def _ask(self, name: str, endpoint: Any, limit_s: float, *args: Any) -> Any:
         """One call to one member, not to its role."""
@@ -119,88 +134,113 @@ class Supervisor:
     # ---- watching ------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Watch every member until cancelled. Raises RoleKeepsDying or StartFailed."""
-        self._watches = {name: asyncio.create_task(self._watch(name)) for name in self.placed}
+        """Watch every member until cancelled. Raises RoleKeepsDying."""
+        watches = [asyncio.create_task(self._watch(name)) for name in self.placed]
         try:
-            done, _ = await asyncio.wait(self._watches.values(), return_when=asyncio.FIRST_EXCEPTION)
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         finally:
-            for task in self._watches.values():
+            for task in watches:
                 task.cancel()
-            await asyncio.gather(*self._watches.values(), return_exceptions=True)
+            await asyncio.gather(*watches, return_exceptions=True)
 
     async def _watch(self, name: str) -> None:
-        heard = time.monotonic()
+        born = heard = time.monotonic()
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
-            asked = time.monotonic()
-            try:
-                answer = await self._ask(name, Member.status, min(5.0, self.config.hang_s))
-                heard, reason = time.monotonic(), answer["failure"]
-                self.health[name] = {
-                    **answer,
-                    "answered_in_s": heard - asked,
-                    "heard": time.time(),
-                    "incarnation": self.placed[name].incarnation,
-                }
-            except BindingError as error:
-                silent = time.monotonic() - heard
-                hung = silent >= self.config.hang_s
-                reason = str(error) if isinstance(error, MemberDied) else f"silent for {silent:.0f} s" if hung else None
-            if reason:
-                await self._replace(name, reason)
-                heard = time.monotonic()
+            lost = self._process_is_gone(name)
+            if lost is None:
+                lost, heard = await self._listen(name, heard)
+            if lost:
+                await self._replace(name, lost, lived_s=heard - born)
+                born = heard = time.monotonic()
 
-    async def _replace(self, name: str, reason: str) -> None:
-        old = self.placed[name]
-        role = old.place.role
-        self.log(f"{name} is lost ({reason}); placing it again")
-        self.deaths[role] = self.deaths.get(role, 0) + 1
-        await self._retire(name)
-        policy = self._policies.setdefault(name, RestartPolicy(self.config.max_restarts, self.config.window_s))
-        while policy.allows_restart(time.monotonic()):
-            incarnation = self.placed[name].incarnation + 1
+    def _process_is_gone(self, name: str) -> str | None:
+        """Asked first: when several processes die at once, Monarch fails the calls to only one of them."""
+        known = self.processes.get(name)
+        return f"its process {known.pid} is gone" if known is not None and not known.alive else None
+
+    async def _listen(self, name: str, heard: float) -> tuple[str | None, float]:
+        """Ask for the status; returns why the member is lost, if it is, and when it was last heard."""
+        asked = time.monotonic()
+        try:
+            answer = await self._ask(name, Member.status, min(STATUS_LIMIT_S, self.config.hang_s))
+        except MemberDied as error:
+            return str(error), heard
+        except BindingError:
+            silent = time.monotonic() - heard
+            return (f"silent for {silent:.0f} s" if silent >= self.config.hang_s else None), heard
+        now = time.monotonic()
+        self.health[name] = {
+            **answer,
+            "answered_in_s": now - asked,
+            "heard": time.time(),
+            "incarnation": self.placed[name].incarnation,
+        }
+        await self._catch_up(name, answer["bindings"])
+        return answer["failure"], now
+
+    async def _catch_up(self, name: str, held: dict[str, Any]) -> None:
+        """Tell a member what it missed: a table may have changed while it started, or was too busy to be told."""
+        behind = {
+            role: table
+            for role, table in self.tables.items()
+            if held.get(role, {}).get("revision", 1e9) < table.revision
+        }
+        if behind:
             try:
-                self.placed[name] = await fill(old.place, self.host, incarnation)
-                await self._ask(name, Member.bind, self.config.start_s, self.tables)
-                await self._start(old.place)
-            except (StartFailed, BindingError) as error:
-                reason = str(error)
-                self.log(f"{name} could not be placed again ({reason})")
-                self.deaths[role] += 1
-                await self._retire(name)
-                continue
-            table = self.tables[role]
-            await self._announce(RoleTable(role, (*table.members, self.placed[name].ref), table.generation,
-                                           table.revision + 1, table.implementation))  # fmt: skip
-            self.log(f"{name} is back (incarnation {incarnation})")
-            return
-        logged = tail(old.place.proc.log_path)
-        raise RoleKeepsDying(
-            f"{name} died {self.config.max_restarts + 1} times within {self.config.window_s:.0f} s; last: {reason}"
-            + (f"\n--- end of its log ({old.place.proc.log_path}) ---\n{logged}" if logged else "")
-        )
+                await self._ask(name, Member.bind, STATUS_LIMIT_S, behind)
+            except BindingError as error:
+                self.log(f"{name} could not be told of {', '.join(behind)} ({error}); the next beat tries again")
+
+    async def _replace(self, name: str, reason: str, lived_s: float) -> None:
+        place = self.placed[name].place
+        policy = self._policies.setdefault(name, RestartPolicy(self.config.max_restarts, self.config.window_s))
+        while True:
+            self.log(f"{name} is lost ({reason})")
+            self.deaths[place.role] = self.deaths.get(place.role, 0) + 1
+            await self._retire(name)
+            if not policy.allows_restart(lived_s):
+                raise RoleKeepsDying(f"{name} died {policy.deaths} times in a row; last: {reason}{_end_of_log(place)}")
+            try:
+                await self._fill(place, self.placed[name].incarnation + 1)
+                await self._start(place)
+                break
+            except StartFailed as error:
+                reason, lived_s = str(error), 0.0
+        table = self.tables[place.role]
+        members = (*table.members, self.placed[name].ref)
+        await self._announce(replace(table, members=members, revision=table.revision + 1))
+        self.log(f"{name} is back (incarnation {self.placed[name].incarnation})")
 
     async def _retire(self, name: str) -> None:
         """Take a member out of its table and make sure that its process is gone before its place is filled again."""
-        placed, table = self.placed[name], self.tables[self.placed[name].place.role]
-        left = tuple(m for m in table.members if m.name != name)
-        await self._announce(RoleTable(table.role, left, table.generation, table.revision + 1, table.implementation))
-        _kill(self.health.pop(name, None))
-        await _stop_procs(placed, self.log)
+        table = self.tables[self.placed[name].place.role]
+        left = tuple(member for member in table.members if member.name != name)
+        if left != table.members:
+            await self._announce(replace(table, members=left, revision=table.revision + 1))
+        self.health.pop(name, None)
+        self._kill(name)
+        await _stop_procs(self.placed[name])
+
+    def _kill(self, name: str) -> None:
+        """kill -9 of a member on this host: a hung one does not stop when asked."""
+        known = self.processes.pop(name, None)
+        if known is not None:
+            known.kill()
 
     async def _announce(self, table: RoleTable) -> None:
-        """A new table: to every member (the dead are not waited for) and to the listeners."""
+        """A new table: to every member and to the listeners. Whoever cannot be told now is told by its watch."""
         self._set_table(table)
-        living = [m.name for t in self.tables.values() for m in t.members]
+        living = [member.name for t in self.tables.values() for member in t.members]
         told = await asyncio.gather(
-            *[self._ask(name, Member.bind, 5.0, {table.role: table}) for name in living], return_exceptions=True
+            *[self._ask(name, Member.bind, STATUS_LIMIT_S, {table.role: table}) for name in living],
+            return_exceptions=True,
         )
-        # A holder that could not be told is dead or hung: its own watch replaces it, and it is bound anew then.
         for name, result in zip(living, told, strict=True):
             if isinstance(result, BaseException):
-                self.log(f"{name} was not told of the new {table.role}: {result}")
+                self.log(f"{name} was not told of the new {table.role} yet: {result}")
 
     def _set_table(self, table: RoleTable) -> None:
         self.tables[table.role] = table
@@ -226,20 +266,25 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop all procs. What does not stop in time is killed."""
         self.log("stopping all procs")
-        await asyncio.gather(*[_stop_procs(placed, self.log) for placed in self.placed.values()])
-        for name in list(self.health):
-            _kill(self.health.pop(name))
+        await asyncio.gather(*[_stop_procs(placed) for placed in self.placed.values()])
+        for name in list(self.processes):
+            self._kill(name)
         self.placed.clear()
 
 
-def _kill(health: dict[str, Any] | None) -> None:
-    """kill -9 of a member on this host that was last heard with this pid: a hung one does not stop when asked."""
-    if health and health["host"] == socket.gethostname():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(health["pid"], signal.SIGKILL)
+def _why(place: Place, error: BindingError) -> str:
+    """Why a member did not start: what it raised, or, where its process died, the end of its log."""
+    if isinstance(error, RemoteFailure):
+        return f"{place.name} did not start: {error.cause}"
+    return f"{place.name} did not start: {error}{_end_of_log(place)}"
 
 
-async def _stop_procs(placed: Placed, log: Callable[[str], None]) -> None:
+def _end_of_log(place: Place) -> str:
+    logged = tail(place.proc.log_path)
+    return f"\n--- end of its log ({place.proc.log_path}) ---\n{logged}" if logged else ""
+
+
+async def _stop_procs(placed: Placed) -> None:
     try:
         await asyncio.wait_for(placed.procs.stop(), 20.0)
     except Exception as error:  # Monarch raises many kinds here, and what matters is only that the proc is gone

@@ -12,12 +12,12 @@ import json
 import os
 import secrets
 import socket
-import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mesh.processes import started
 from services.runs.atomic import write_atomic
 
 ATTEMPTS = 5  # each failure means that another driver came or went in between
@@ -86,6 +86,12 @@ class RunLock:
             marker.unlink()
 
 
+def holder(path: str | Path) -> dict[str, Any] | None:
+    """Who drives the run with this lock file: pid, host, start; None when nobody does, or a dead process."""
+    held = _parse(_read(Path(path)) or "")
+    return held if held is not None and _may_live(held) else None
+
+
 def _linked(source: Path, name: Path) -> bool:
     """Whether `name` was free and is now the file `source`; one atomic step on local and network file systems."""
     try:
@@ -122,24 +128,3 @@ def _parse(text: str) -> dict[str, Any] | None:
 
 def _may_live(holder: dict[str, Any]) -> bool:
     return holder["host"] != socket.gethostname() or started(int(holder["pid"])) == holder["started"]
-
-
-def started(pid: int) -> str | None:
-    """When process `pid` of this host started, in a form that only compares; None when it does not run.
-
-    Under Linux the boot id and the start in clock ticks (fields 3 and 22 of /proc/PID/stat are the state and the
-    start time), elsewhere what `ps` says.
-    """
-    if not Path("/proc/self/stat").exists():
-        asked = subprocess.run(
-            ["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, timeout=10, check=False
-        )
-        return asked.stdout.strip() or None
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat.rpartition(")")[2].split()  # the command's name, in parentheses, may hold spaces
-    if fields[0] in "ZX":  # ended, its parent has not asked for the exit status
-        return None
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {fields[19]}"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from mesh_actors import Worker, WorkerActor
@@ -105,7 +106,7 @@ def test_a_stopped_process_is_noticed_by_its_silence_killed_and_replaced(host):
 def test_a_role_that_keeps_dying_ends_with_its_own_error(host):
     async def scenario():
         async with workers(host, count=1, args=("", "the disk is on fire"), max_restarts=1) as (_, _, watch):
-            with pytest.raises(RoleKeepsDying, match=r"worker-0 died 2 times .*the disk is on fire"):
+            with pytest.raises(RoleKeepsDying, match=r"worker-0 died 2 times in a row; .*the disk is on fire"):
                 await asyncio.wait_for(asyncio.shield(watch), 30)
 
     asyncio.run(scenario())
@@ -170,10 +171,10 @@ def test_an_older_table_changes_nothing():
     assert binding.table.generation == 1
 
 
-def test_the_restart_policy_forgets_deaths_outside_its_window():
+def test_the_restart_policy_counts_deaths_in_a_row_and_a_long_life_begins_a_new_row():
     policy = RestartPolicy(max_restarts=2, window_s=10)
-    assert [policy.allows_restart(t) for t in (0, 1, 2)] == [True, True, False]
-    assert policy.allows_restart(20)
+    assert [policy.allows_restart(lived) for lived in (9.0, 0.0, 9.9)] == [True, True, False]
+    assert policy.allows_restart(10.0)
 
 
 def test_a_table_can_be_passed_on_without_importing_the_actors_it_names(host):
@@ -190,5 +191,37 @@ def test_a_table_can_be_passed_on_without_importing_the_actors_it_names(host):
             assert read.stdout.decode().split() == ["worker-0", "False"]
             again = Binding[Worker]("worker", pickle.loads(table))
             assert (await again.call(Worker.work, 0.0)).startswith("worker-0")
+
+    asyncio.run(scenario())
+
+
+def test_members_that_die_together_are_all_noticed_at_once(host):
+    async def scenario():
+        async with workers(host, count=3, hang_s=60.0) as (supervisor, binding, _):
+            victims = await pids(supervisor)
+            for pid in victims.values():
+                os.kill(pid, signal.SIGKILL)
+            for _ in range(150):
+                if sorted(m.incarnation for m in binding.table.members) == [1, 1, 1]:
+                    break
+                await asyncio.sleep(0.1)
+            assert sorted(m.incarnation for m in binding.table.members) == [1, 1, 1]
+            answers = await asyncio.gather(*[binding.call(Worker.work, 0.1) for _ in range(3)])
+            assert not {int(answer.split(":")[1]) for answer in answers} & set(victims.values())
+
+    asyncio.run(scenario())
+
+
+def test_a_holder_that_missed_a_change_is_told_at_its_next_heartbeat(host):
+    async def scenario():
+        async with workers(host, count=1) as (supervisor, _, _):
+            old = supervisor.tables["worker"]
+            supervisor.tables["worker"] = replace(old, revision=old.revision + 5)  # changed while nobody was told
+            for _ in range(50):
+                status = await supervisor.placed["worker-0"].handle.status.call_one()
+                if status["bindings"]["worker"]["revision"] == old.revision + 5:
+                    break
+                await asyncio.sleep(0.1)
+            assert status["bindings"]["worker"]["revision"] == old.revision + 5
 
     asyncio.run(scenario())
