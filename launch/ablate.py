@@ -102,8 +102,13 @@ def _write(out: Path, rows: list[dict[str, Any]], curves: list[dict[str, Any]]) 
     for arm in ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         if of_arm:
-            cells = [" ".join(f"{row[key]:.2f}" for row in of_arm) for key in ("mean", "last", "held_out")]
-            lines.append(f"| {arm} | {' | '.join(cells)} | {fmean(row['held_out'] for row in of_arm):.2f} |")
+            cells = [" ".join(_figure(row[key]) for row in of_arm) for key in ("mean", "last", "held_out")]
+            held_out = [row["held_out"] for row in of_arm if row["held_out"] is not None]
+            lines.append(f"| {arm} | {' | '.join(cells)} | {_figure(fmean(held_out) if held_out else None)} |")
     write_atomic(out / "table.md", "\n".join(lines) + "\n")
     write_atomic(out / "table.json", json.dumps(rows, indent=1) + "\n")
     plot_ablation(curves, out / "reward.png")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.runs.folder import RunFolder, find_run
+from services.runs.lock import holder
 
 if TYPE_CHECKING:
     from launch.config import Config
     from launch.driver import Summary
+
+
+ENDED = ("finished", "stopped", "failed")
 
 
 class Refused(Exception):
@@ -86,7 +90,6 @@ def _run(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.set)
     model = initial_model(config)
     run = RunFolder(config.run.root, config.run.name)
-    run.write_config(config.resolved())
     return _drive(config, run, model)
 
 
@@ -96,7 +99,6 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     run = find_run(arguments.run, arguments.root)
     config = validated(run.read_config(), str(run.config), arguments.set)
-    run.write_config(config.resolved())
     return _drive(config, run, initial_model(config))
 
 
@@ -149,16 +151,16 @@ def _status(arguments: argparse.Namespace) -> int:
     from launch.remote import view
 
     run = find_run(arguments.run, arguments.root)
-    live = asyncio.run(view(run))
+    live, driven = asyncio.run(view(run)), holder(run.lock) is not None
     shown = live or run.read_status()
     if not shown:
-        raise Refused(f"run {run.name} has said nothing yet")
-    state = shown["state"] if live or shown["state"] in ("finished", "stopped", "failed") else "dead"
+        raise Refused(f"run {run.name} {'is about to start' if driven else 'has never started'}")
+    state = shown["state"] if driven or shown["state"] in ENDED else "dead"
     print(f"run {run.name}: {state}, step {shown['step']} of {shown['steps']}")
     if shown.get("reward") is not None:
         print(f"mean reward of the last 5 steps: {shown['reward']:.3f}")
     if state == "dead":
-        print(f"its driver (pid {shown['driver_pid']}) does not answer: go on with `milkweed resume {run.name}`")
+        print(f"its driver (pid {shown['driver_pid']}) is gone: go on with `milkweed resume {run.name}`")
     if shown.get("reason"):
         print(f"reason: {shown['reason']}")
     if live:
@@ -183,7 +185,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     print(asyncio.run(command(run, "stop")), flush=True)
     until = time.monotonic() + 180.0
     while time.monotonic() < until:
-        if run.read_status().get("state") in ("stopped", "finished", "failed") and not run.lock.exists():
+        if run.read_status().get("state") in ENDED and holder(run.lock) is None:
             print(f"run {run.name} has ended; go on with `milkweed resume {run.name}`")
             return 0
         time.sleep(0.2)

@@ -94,6 +94,8 @@ class Config(BaseModel):
             raise ValueError("sdpo.alpha > 0 needs hints: set generator.episode.hint_layers, or sdpo.alpha = 0")
         if self.rollouts.total_batches not in (None, self.trainer.steps):
             raise ValueError("rollouts.total_batches follows trainer.steps: remove it, and set trainer.steps")
+        if "keep_saves" in self.rollouts.model_fields_set:
+            raise ValueError("rollouts.keep_saves follows trainer.keep_checkpoints: remove it, and set the latter")
         scaling = _scaling(self.policy)
         if "advantage_scaling" in self.rollouts.model_fields_set and self.policy.kl_in_reward:
             scaling = self.rollouts.advantage_scaling
@@ -105,9 +107,13 @@ class Config(BaseModel):
         return self
 
     def resolved(self) -> dict[str, Any]:
-        """Every setting as this run uses it, to be written down; reads back as an equal configuration."""
+        """Every setting as this run uses it, to be written down; reads back as an equal configuration.
+
+        What `buffer` derives from other sections is left out: it would stay behind when those are changed on resume.
+        """
         data = self.model_dump(mode="json")
-        data["rollouts"]["advantage_scaling"] = self.buffer().advantage_scaling
+        for derived in {"advantage_scaling", "keep_saves"} - self.rollouts.model_fields_set:
+            del data["rollouts"][derived]
         return data
 
     def buffer(self) -> BufferConfig:

@@ -25,23 +25,24 @@ from typing import Any
 from monarch.actor import shutdown_context, this_host
 
 from launch.config import Config
+from launch.evaluation import evaluate
+from launch.leftovers import FILE as PIDS
 from launch.leftovers import end_leftovers, remember
 from launch.places import FINISH_ORDER, places
-from launch.progress import Progress
+from launch.record import Record
 from launch.services import LocalServers
 from mesh import roles
-from mesh.binding import Binding, BindingError, RoleTable
+from mesh.binding import Binding, BindingError
 from mesh.directory import Directory, save_reference
 from mesh.supervision import RoleKeepsDying, StartFailed, Supervisor, install_fault_hook
 from mesh.topology import Place, Placed, ProcSpec, configure_monarch, fill
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.process import ServerFailure
-from services.rollouts.tasks import held_out_seeds
 from services.runs.checkpoints import Checkpoints
 from services.runs.folder import RunFolder
 from services.runs.lock import RunLock
-from services.telemetry.metrics import MetricsWriter
 from services.telemetry.table import ProgressTable
+from services.weights.region import sweep_dead_regions
 
 
 class RunFailed(Exception):
@@ -65,19 +66,18 @@ class Driver:
     """Drives one run from start to end. `model_path` is the initial policy's folder."""
 
     def __init__(self, config: Config, run: RunFolder, model_path: Path, table: ProgressTable) -> None:
-        self.config, self.run, self.model_path, self.table = config, run, model_path, table
+        self.config, self.run, self.model_path = config, run, model_path
         self.servers = LocalServers(config, run.logs)
         self.supervisor = Supervisor(this_host(), config.supervision, self.say)
-        self.supervisor.listeners.append(self._learn)
+        self.supervisor.listeners.append(lambda table: self.bindings[table.role].update(table))
         self.bindings = {role: Binding[Any](role) for role in roles.ROLES}
         self.checkpoints = Checkpoints(run.checkpoints, keep=config.trainer.keep_checkpoints)
+        self.record = Record(run.path, table, self.supervisor, self.say)
         self.stopping = asyncio.Event()
         self.state = "starting"
-        self.step = 0
-        self.rewards: list[float] = []
-        self.metrics: MetricsWriter
-        self._trainer_life: tuple[int, ...] = (0,)
+        self._releasing = False
         self._directory: Placed | None = None
+        self._beats: asyncio.Task[None] | None = None
         self._log = (run.logs / "driver.log").open("a", buffering=1)
 
     def say(self, text: str) -> None:
@@ -92,20 +92,20 @@ class Driver:
     async def drive(self) -> Summary:
         """The whole run. RunFailed with one sentence when it could not start or a role kept dying."""
         began = time.monotonic()
-        latest = self.checkpoints.latest()
-        self.step = latest.step if latest else 0
         with RunLock(self.run.lock):
-            self.metrics = MetricsWriter(self.run.path, resume_at=self.step)
+            self.run.write_config(self.config.resolved())
+            latest = self.checkpoints.latest()
+            self.record.open(latest.step if latest else 0)
             self._handle_signals()
             try:
                 await self._unless_stopped(self._place())
-                self.state = "running"
                 await self._unless_stopped(self._loops())
                 return await self._end(began)
             except (EnvironmentFailure, ServerFailure, StartFailed, RoleKeepsDying) as error:
-                self.state = "failed"
                 self.say(str(error))
-                self._write_status({"reason": str(error)})
+                # Before everything is stopped: a trainer that lives has steps that no checkpoint holds yet.
+                await self.supervisor.finish("trainer")
+                self._write_status("failed", reason=str(error))
                 raise RunFailed(str(error)) from None
             finally:
                 await self._release()
@@ -114,102 +114,83 @@ class Driver:
 
     async def _place(self) -> None:
         await asyncio.to_thread(end_leftovers, self.run.path, self.say)
-        self._write_status()
+        self._write_status("starting")
         await self.servers.start()
         # Before anything heavier is placed: an environment that does not answer would fail every episode.
         await EnvironmentClient(self.servers.environment_url, self.config.environment).probe()
         await self._place_directory()
+        self._beats = asyncio.create_task(self._beat())
         await self.supervisor.place(places(self.config, self.run, self.model_path, self.servers))
+        self._write_status("running")
 
     async def _place_directory(self) -> None:
         """The directory, and the reference through which `status`, `stop` and notebooks reach it."""
+        await self._stop_directory()
         log = str(self.run.logs / "directory.log")
         place = Place("directory", "directory", Directory, (self.run.name,), ProcSpec(log_path=log))
-        incarnation = self._directory.incarnation + 1 if self._directory else 0
-        self._directory = await fill(place, self.supervisor.host, incarnation)
-        await asyncio.wait_for(self._directory.handle.publish.call_one(self.supervisor.tables), 30.0)
-        save_reference(self._directory.handle, self.run.mesh_ref)
-
-    def _learn(self, table: RoleTable) -> None:
-        self.bindings[table.role].update(table)
+        placed = await asyncio.wait_for(fill(place, self.supervisor.host, 0), 60.0)
+        self._directory = placed
+        await asyncio.wait_for(placed.handle.beat.call_one(self._view()), 30.0)
+        save_reference(placed.handle, self.run.mesh_ref)
 
     # ---- the loops -----------------------------------------------------------------------------------------------
 
     async def _loops(self) -> None:
         """Until the trainer is done. The first loop that fails ends the others with it."""
-        loops = [self.supervisor.watch(), self._beat(), self._follow()]
-        tasks = [asyncio.create_task(loop) for loop in loops]
+        assert self._beats is not None
+        loops = [asyncio.create_task(self.supervisor.watch()), asyncio.create_task(self._follow())]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
+            await asyncio.wait([*loops, self._beats], return_when=asyncio.FIRST_COMPLETED)
+            for task in (*loops, self._beats):
                 if task.done():
                     task.result()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancelled(*loops)
 
     async def _follow(self) -> None:
         """Record every step; returns when the trainer has done the last one and saved."""
-        progress = Progress(self.supervisor)
         while True:
-            await self._record(progress, wait_s=1.0)
+            await self._read_reports(wait_s=1.0)
             trainer = self.supervisor.health.get("trainer-0", {})
-            if trainer.get("done") and not trainer.get("failure") and self.step >= self.config.trainer.steps:
+            if trainer.get("done") and not trainer["failure"] and trainer["step"] >= self.config.trainer.steps:
                 return
 
-    async def _record(self, progress: Progress, wait_s: float) -> None:
-        """Write down the steps that were done since the last call."""
-        life = self.bindings["trainer"].incarnations
+    async def _read_reports(self, wait_s: float) -> None:
         try:
-            after = self.step - 1 if life == self._trainer_life else -1
-            reports = await self.bindings["trainer"].call(roles.Trainer.reports, after, wait_s)
+            known = (self.record.life, self.record.step - 1)
+            self.record.add(await self.bindings["trainer"].call(roles.Trainer.reports, *known, wait_s))
         except BindingError as error:
             self.say(f"no report: {error}")
-            return
-        if reports:
-            self._trainer_life = life
-            self._rewind(reports[0]["step"])
-        for report in reports:
-            row = progress.row(report)
-            self.metrics.write(report["step"], row, report["histograms"])
-            self.table.update({"step": report["step"], **row})
-            self.step = report["step"] + 1
-            if "reward/mean" in row:
-                self.rewards.append(row["reward/mean"])
-
-    def _rewind(self, step: int) -> None:
-        """A trainer that was placed again does steps again, from its last checkpoint: their lines are replaced."""
-        if step < self.step:
-            self.say(f"steps {step} to {self.step - 1} are done again")
-            self.metrics.close()
-            self.metrics = MetricsWriter(self.run.path, resume_at=step)
-            del self.rewards[step - self.step :]
-            self.step = step
 
     async def _beat(self) -> None:
         """Once a second: show the run to whoever attached, do what they asked for, mend what is not an actor."""
         while True:
-            assert self._directory is not None
-            view = self._view()
-            self._write_status()
-            remember(self.run.path, [health["pid"] for health in self.supervisor.health.values()])
+            self._write_status(self.state)
+            remember(self.run.path, self.supervisor.processes.values())
             try:
-                await asyncio.wait_for(self._directory.handle.publish.call_one(self.supervisor.tables), 5.0)
-                commands = await asyncio.wait_for(self._directory.handle.beat.call_one(view), 5.0)
-                for command in commands:
-                    answer = await self._obey(command.name)
-                    await asyncio.wait_for(self._directory.handle.answer.call_one(command.id, answer), 5.0)
+                await self._meet_directory()
             except Exception as error:  # Monarch's many kinds; the directory owns nothing, so a new one loses nothing
                 self.say(f"the directory is lost ({type(error).__name__}: {error}); placing it again")
-                await self._place_directory()
-            await self.servers.revive(self.say)
+                try:
+                    await self._place_directory()
+                except Exception as again:  # the run needs it for nothing: the next beat tries again
+                    self.say(f"the directory could not be placed ({type(again).__name__}: {again})")
+            if not self.stopping.is_set():
+                await self.servers.revive(self.say)
             await asyncio.sleep(1.0)
+
+    async def _meet_directory(self) -> None:
+        assert self._directory is not None
+        directory = self._directory.handle
+        await asyncio.wait_for(directory.publish.call_one(self.supervisor.tables), 5.0)
+        for command in await asyncio.wait_for(directory.beat.call_one(self._view()), 5.0):
+            answer = await self._obey(command.name)
+            await asyncio.wait_for(directory.answer.call_one(command.id, answer), 5.0)
 
     async def _obey(self, command: str) -> str:
         if command == "stop":
             self.stop()
-            return f"stopping after step {self.step}"
+            return f"stopping after step {self.record.step}"
         if command == "checkpoint":
             try:
                 return await self.bindings["trainer"].call(roles.Trainer.checkpoint)
@@ -220,94 +201,92 @@ class Driver:
     def _view(self) -> dict[str, Any]:
         return {
             "state": self.state,
-            "step": self.step,
+            "step": self.record.step,
             "steps": self.config.trainer.steps,
-            "reward": fmean(self.rewards[-5:]) if self.rewards else None,
+            "reward": fmean(self.record.rewards[-5:]) if self.record.rewards else None,
             "deaths": dict(self.supervisor.deaths),
             "members": {name: dict(health) for name, health in sorted(self.supervisor.health.items())},
             "driver_pid": os.getpid(),
             "beat": time.time(),
         }
 
-    def _write_status(self, more: dict[str, Any] | None = None) -> None:
-        self.run.write_status({**self._view(), **(more or {})})
+    def _write_status(self, state: str, **more: Any) -> None:
+        self.state = state
+        self.run.write_status({**self._view(), **more})
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
     async def _end(self, began: float) -> Summary:
         """Evaluate if asked to, let every role end in order, and sum up."""
         outcome = "stopped" if self.stopping.is_set() else "finished"
-        self.state = "ending"
-        self._write_status()
+        self._write_status("ending")
         held_out = None
         if outcome == "finished" and self.config.run.evaluate:
-            held_out = await self._evaluate()
+            held_out = await evaluate(self.bindings["generator"], self.config, self.say)
         await self.supervisor.finish("trainer")
-        await self._record(Progress(self.supervisor), wait_s=0.0)
-        await self.supervisor.finish(*[role for role in FINISH_ORDER if role not in ("trainer", "rollout_buffer")])
         accounts: dict[str, Any] = {}
-        with contextlib.suppress(BindingError):  # a run that was stopped before its buffer was there has no accounts
-            accounts = await self.bindings["rollout_buffer"].call_within(10.0, roles.RolloutBuffer.accounts)
+        if self.bindings["trainer"].bound:  # a run that was stopped while it started may have neither of the two
+            await self._read_reports(wait_s=0.0)
+        await self.supervisor.finish(*[role for role in FINISH_ORDER if role not in ("trainer", "rollout_buffer")])
+        if self.bindings["rollout_buffer"].bound:
+            accounts = await self._accounts()
         await self.supervisor.finish("rollout_buffer")
         latest = self.checkpoints.latest()
         summary = Summary(
             outcome,
-            latest.step if latest else self.step,
+            latest.step if latest else 0,
             time.monotonic() - began,
-            self.rewards,
+            self.record.rewards,
             accounts,
             held_out,
             str(latest.path / "policy") if latest else None,
         )
-        self.state = outcome
-        self._write_status({"summary": asdict(summary)})
+        self._write_status(outcome, summary=asdict(summary))
         return summary
 
-    async def _evaluate(self) -> float | None:
-        """Mean reward of the final policy on held-out tasks, played by the generators once they hold its weights."""
-        until = time.monotonic() + 30.0
-        generators = [name for name in self.supervisor.placed if name.startswith("generator")]
-        while time.monotonic() < until:
-            status = [await self.bindings["generator"].call(roles.Generator.status) for _ in generators]
-            if all(s["version"] == self.config.trainer.steps for s in status):
-                break
-            await asyncio.sleep(0.2)
-        seeds = held_out_seeds(self.config.run.evaluate, self.config.run.seed)
-        share = -(-len(seeds) // len(generators))
-        parts = [seeds[i : i + share] for i in range(0, len(seeds), share)]
-        calls = [self.bindings["generator"].call(roles.Generator.evaluate, part, False) for part in parts]
+    async def _accounts(self) -> dict[str, Any]:
         try:
-            rollouts = [rollout for played in await asyncio.gather(*calls) for rollout in played]
+            return await self.bindings["rollout_buffer"].call_within(10.0, roles.RolloutBuffer.accounts)
         except BindingError as error:
-            self.say(f"no evaluation: {error}")
-            return None
-        rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        self.say(f"evaluated {len(rewards)} of {len(seeds)} held-out tasks")
-        return fmean(rewards) if rewards else None
+            self.say(f"no accounts: {error}")
+            return {}
 
     async def _release(self) -> None:
         """Leave nothing behind, whatever happened before."""
+        self._releasing = True
+        await _cancelled(self._beats)
         await self.supervisor.stop()
         self.run.mesh_ref.unlink(missing_ok=True)
         self.say("stopping the directory and the servers")
+        await self._stop_directory()
+        await self.servers.stop()
+        self.record.close()
+        with contextlib.suppress(Exception):  # Monarch's many kinds; every proc is stopped already
+            await asyncio.wait_for(shutdown_context(), 30.0)
+        sweep_dead_regions()
+        (self.run.path / PIDS).unlink(missing_ok=True)
+        if self.state not in ("finished", "stopped", "failed"):
+            self._write_status("stopped", reason="it was ended at once")
+        self.say("all released")
+        self._log.close()
+
+    async def _stop_directory(self) -> None:
         if self._directory is not None:
             with contextlib.suppress(Exception):  # it may be gone already, and only that matters
                 await asyncio.wait_for(self._directory.procs.stop(), 20.0)
-        await self.servers.stop()
-        self.metrics.close()
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(shutdown_context(), 30.0)
-        self.say("all released")
-        self._log.close()
+            self._directory = None
 
     # ---- signals -------------------------------------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
-        """The first Ctrl-C (or SIGTERM) ends the run in order; the second at once."""
+        """The first Ctrl-C (or SIGTERM) ends the run in order; the second at once. The release is never cut short."""
         loop, driving = asyncio.get_running_loop(), asyncio.current_task()
 
         def on_signal() -> None:
+            if self._releasing:
+                return
             if self.stopping.is_set() and driving is not None:
+                self._releasing = True
                 driving.cancel()
             self.stop()
 
@@ -325,9 +304,7 @@ class Driver:
             if task.done():
                 task.result()
         finally:
-            for each in (task, stop):
-                each.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)
+            await _cancelled(task, stop)
 
 
 async def drive(config: Config, run: RunFolder, model_path: Path) -> Summary:
@@ -337,3 +314,11 @@ async def drive(config: Config, run: RunFolder, model_path: Path) -> Summary:
         driver = Driver(config, run, model_path, table)
         install_fault_hook(driver.say)
         return await driver.drive()
+
+
+async def _cancelled(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel these tasks and wait until they are over, whatever they end by."""
+    living = [task for task in tasks if task is not None]
+    for task in living:
+        task.cancel()
+    await asyncio.gather(*living, return_exceptions=True)

@@ -1,41 +1,36 @@
-"""Processes that a killed driver left: their pids are in the run folder, and the next driver ends them first."""
+"""Processes that a killed driver left: the run folder says which, and the next driver ends them first."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from mesh.processes import ProcessId
 from services.runs.atomic import write_atomic
-from services.runs.lock import started
 from services.weights.region import sweep_dead_regions
 
 FILE = "pids.json"
+LIMIT_S = 10.0
 
 
-def remember(run_dir: Path, pids: Iterable[int]) -> None:
-    """Write down which processes belong to the run, each with its start time: a pid alone may be reused."""
-    known = {str(pid): started(pid) for pid in pids}
-    write_atomic(run_dir / FILE, json.dumps({pid: start for pid, start in known.items() if start}))
+def remember(run_dir: Path, processes: Iterable[ProcessId | None]) -> None:
+    """Write down which processes of this host belong to the run."""
+    write_atomic(run_dir / FILE, json.dumps({each.pid: each.start for each in processes if each is not None}))
 
 
 def end_leftovers(run_dir: Path, log: Callable[[str], None]) -> None:
     """kill -9 what is left of an earlier driver's processes on this host, and free their shared memory."""
     path = run_dir / FILE
-    if path.exists():
-        for pid, start in json.loads(path.read_text()).items():
-            if started(int(pid)) == start:
-                log(f"process {pid} is left from an earlier driver of this run: ending it")
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-        for pid, start in json.loads(path.read_text()).items():
-            until = time.monotonic() + 10.0
-            while started(int(pid)) == start and time.monotonic() < until:
-                time.sleep(0.05)
-        path.unlink()
+    known = json.loads(path.read_text()) if path.exists() else {}
+    left = [each for each in (ProcessId(int(pid), start) for pid, start in known.items()) if each.alive]
+    for each in left:
+        log(f"process {each.pid} is left from an earlier driver of this run: ending it")
+        each.kill()
+    until = time.monotonic() + LIMIT_S
+    while any(each.alive for each in left) and time.monotonic() < until:
+        time.sleep(0.05)
+    path.unlink(missing_ok=True)
     for freed in sweep_dead_regions():
         log(f"freed {freed}")

@@ -21,7 +21,8 @@ def initial_model(config: Config) -> Path:
     if config.environment.toolbox is None:
         raise NoModel("another environment than the bundled toolbox needs a model of yours: set model.path")
     level = config.environment.toolbox.level
-    from services.demo.warm_start import demo_model  # here, because most runs that name a model never need it
+    from services.demo.warm_start import demo_folder, demo_model  # here: runs that name a model never need it
 
-    print(f"the demo's model (level {level}) is built on first use, in about a minute", flush=True)
+    if not demo_folder(level).exists():
+        print(f"building the demo's model (level {level}); it is kept in {demo_folder(level).parent}", flush=True)
     return demo_model(level)

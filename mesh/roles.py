@@ -163,8 +163,11 @@ class Trainer(Member, Protocol):
     def release_weights(self, lease_id: str) -> Awaitable[None]: ...
 
     @contract(30.0, retry=True)
-    def reports(self, after_step: int, wait_s: float) -> Awaitable[list[dict[str, Any]]]:
-        """Metrics of the steps after `after_step`, oldest first; waits up to `wait_s` for one."""
+    def reports(self, life: str, after_step: int, wait_s: float) -> Awaitable[list[dict[str, Any]]]:
+        """This trainer's steps after `after_step`, oldest first; waits up to `wait_s` for one.
+
+        `life` names the trainer that the caller last heard of: to another one all its steps are news.
+        """
         ...
 
     @contract(180.0, retry=True)

@@ -184,6 +184,14 @@ def demo_model(
     return folder
 
 
+def demo_folder(
+    level: str, seed: int = 0, cache_dir: str | os.PathLike[str] | None = None, config: WarmStartConfig | None = None
+) -> Path:
+    """Where `demo_model` of the same arguments keeps its model; it may not be there yet."""
+    cache = Path(cache_dir) if cache_dir is not None else _default_cache()
+    return cache / f"toolbox-{level}-seed{seed}-{_fingerprint(level, config or WarmStartConfig())}"
+
+
 def _publish(aside: Path, folder: Path) -> None:
     """Make the finished `aside` visible as `folder` in one move; if another process was first, its folder stays."""
     try:
