@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.weights_follower import WeightsFollower
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import BindingError
+from mesh.binding import BindingError, CallTimeout, MemberDied, NoMember
 from mesh.messages import Lease, Rollout, Task
 from services.engines.engine import EngineConfig, EngineError, WeightsError
 from services.engines.loop import EngineLoop
@@ -34,6 +34,7 @@ from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_l
 from services.weights.region import RegionError
 from services.weights.snapshots import VersionGone, WeightsConfig
 
+NO_ANSWER = (NoMember, CallTimeout, MemberDied)
 GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
 
@@ -58,10 +59,15 @@ class GeneratorActor(MeshActor):
         environment_url: str,
         environment: EnvironmentConfig,
         weights: WeightsConfig,
+        seed: int,
+        score_limit_s: float = 60.0,
     ) -> None:
+        """`seed`: the run's. `score_limit_s`: longest wait for a rewarder, its queue included."""
         super().__init__(name, roles=("rollout_buffer", "rewarder", "trainer"))
         self.config, self.model_path = config, model_path
         self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
+        self.seed = config.engine.seed if config.engine.seed is not None else seed
+        self.score_limit_s = score_limit_s
         self.engine: EngineLoop | None = None
         self.counts = {"finished": 0, "truncated": 0, "failed": 0, "refused": 0, "lost": 0, "tokens": 0}
         self.update_s = 0.0
@@ -85,7 +91,9 @@ class GeneratorActor(MeshActor):
         engine = TransformersEngine(model, self.config.engine)
         self.engine = EngineLoop(engine, self.config.engine, name=self.name)
         client = EnvironmentClient(self.environment_url, self.environment)
-        self.runner = EpisodeRunner(self.tokenizer, self.engine.generate, client, self.config.episode, self.name)
+        self.runner = EpisodeRunner(
+            self.tokenizer, self.engine.generate, client, self.config.episode, self.name, self.seed
+        )
 
     async def run(self) -> None:
         try:
@@ -135,7 +143,9 @@ class GeneratorActor(MeshActor):
                 self.update_s = time.monotonic() - began
                 self._have_weights.set()
             except (BindingError, VersionGone, RegionError, WeightsError, TimeoutError) as error:
-                # The next try comes with a newer version; until then episodes go on with the weights in use.
+                # Tried again, until a version is loaded; until then episodes go on with the weights in use. A newer
+                # one may never come: the trainer waits for rollouts, perhaps for those of this very version.
+                follower.not_loaded()
                 self.trouble = f"weights: {error}"
                 await asyncio.sleep(0.5)
 
@@ -157,7 +167,7 @@ class GeneratorActor(MeshActor):
                 buffer = self.bindings["rollout_buffer"]
                 claim, holding = roles.RolloutBuffer.claim, sorted(self._leases)
                 leases = await buffer.call(claim, self.name, engine.version, free, holding, 1.0)
-            except BindingError as error:
+            except NO_ANSWER as error:  # an answer that says what is broken ends the actor: it would come again
                 self.trouble = f"claim: {error}"
                 await asyncio.sleep(0.5)
                 continue
@@ -177,7 +187,7 @@ class GeneratorActor(MeshActor):
         try:
             taken = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.put, rollout)
             self.counts["refused"] += not taken
-        except BindingError as error:
+        except NO_ANSWER as error:
             # No longer held, the lease is free again with the next claim, so nothing but this work is lost.
             self.counts["lost"] += 1
             self.trouble = f"{lease.rollout_id}: {error}"
@@ -196,7 +206,7 @@ class GeneratorActor(MeshActor):
 
     async def _score(self, rollout: Rollout) -> Rollout:
         try:
-            return await self.bindings["rewarder"].call(roles.Rewarder.score, rollout)
+            return await self.bindings["rewarder"].call_within(self.score_limit_s, roles.Rewarder.score, rollout)
         except BindingError as error:
             rollout.reason = f"unscorable: {error}"
             return rollout

@@ -1,10 +1,17 @@
-"""The actor around one trainer's `services.rollouts.buffer.RolloutBuffer`: waiting, expiry, and readable samples."""
+"""The actor around one trainer's `services.rollouts.buffer.RolloutBuffer`: waiting, expiry, and readable samples.
+
+    endpoints, run ──jobs──▶ one thread, one job after the other ──▶ buffer
+
+The buffer is synchronous and not thread-safe, and a rewind or a save of a long run takes it many seconds. All work on
+it therefore happens in one thread, while the event loop goes on answering status.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,31 +25,58 @@ from services.telemetry.rollout_log import write_rollouts
 T = TypeVar("T")
 
 
+class Starved(Exception):
+    """Task after task is dropped without one rollout; the message holds the most frequent reasons."""
+
+
 class RolloutBufferActor(MeshActor):
-    """Endpoints of `mesh.roles.RolloutBuffer`. The buffer itself is synchronous and quick; here callers wait for it."""
+    """Endpoints of `mesh.roles.RolloutBuffer`. What they look for may not be there yet; here callers wait for it."""
 
     def __init__(self, name: str, config: BufferConfig, seed: int, run_dir: str, sample_every: int) -> None:
         super().__init__(name)
         self.config, self.seed, self.run_dir, self.sample_every = config, seed, Path(run_dir), sample_every
         self.buffer: RolloutBuffer
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._accounts: dict[str, Any] = {}  # the last ones: the buffer itself may be busy when status is asked for
         self._changed = asyncio.Event()
+        self._claimed = False
         self._logged = -1
 
     async def setup(self) -> None:
-        self.buffer = await asyncio.to_thread(RolloutBuffer.open, self.run_dir / "buffer", self.config, self.seed)
+        await self._work(self._open)
+
+    def _open(self) -> None:
+        self.buffer = RolloutBuffer.open(self.run_dir / "buffer", self.config, self.seed)
 
     async def run(self) -> None:
+        """Look after leases and accounts. Starved when generators work, and nothing that can be trained comes back."""
         while not self.finishing.is_set():
-            if self.buffer.expire():
+            expired, starved, self._accounts = await self._work(self._look_after)
+            if expired:
                 self._wake()
+            # Only after a claim: in a resumed run the trainer's rewind comes first, and with it a new chance.
+            if starved and self._claimed:
+                raise Starved(starved)
             await asyncio.sleep(0.5)
         self._wake()
 
+    def _look_after(self) -> tuple[int, str | None, dict[str, Any]]:
+        return self.buffer.expire(), self.buffer.starved(), self.buffer.accounts()
+
     async def teardown(self) -> None:
-        self.buffer.close()
+        await self._work(self._close)
+
+    def _close(self) -> None:
+        if hasattr(self, "buffer"):
+            self.buffer.close()
 
     def figures(self) -> dict[str, Any]:
-        return {"accounts": self.buffer.accounts()} if hasattr(self, "buffer") else {}
+        return {"accounts": self._accounts} if self._accounts else {}
+
+    async def _work(self, job: Callable[[], T]) -> T:
+        """Do a job with the buffer after those that were given before."""
+        with self.busy:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, job)
 
     def _wake(self) -> None:
         """Let every waiting call look again."""
@@ -53,33 +87,35 @@ class RolloutBufferActor(MeshActor):
         """Look until something is found, the time is up, or the run ends."""
         until = time.monotonic() + wait_s
         while True:
-            found = look()
+            changed = self._changed  # before the look, so that no change after it is missed
+            found = await self._work(look)
             left = until - time.monotonic()
             if found or left <= 0 or self.finishing.is_set():
                 return found
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                await asyncio.wait_for(changed.wait(), left)
             except TimeoutError:
                 continue
 
     @concurrent_endpoint
     async def claim(self, generator: str, version: int, count: int, holding: list[str], wait_s: float) -> list[Lease]:
+        self._claimed = True
         return await self._wait(lambda: self.buffer.claim(generator, version, count, holding), wait_s)
 
     @concurrent_endpoint
     async def put(self, rollout: Rollout) -> bool:
-        taken = self.buffer.put(rollout)
+        taken = await self._work(lambda: self.buffer.put(rollout))
         self._wake()
         return taken
 
     @concurrent_endpoint
     async def abandon(self, lease_ids: list[str], reason: str) -> None:
-        self.buffer.abandon(lease_ids, reason)
+        await self._work(lambda: self.buffer.abandon(lease_ids, reason))
         self._wake()
 
     @concurrent_endpoint
     async def delayed(self, result: DelayedReward) -> bool:
-        return self.buffer.delayed(result)
+        return await self._work(lambda: self.buffer.delayed(result))
 
     @concurrent_endpoint
     async def to_replay(self, count: int, wait_s: float) -> list[Rollout]:
@@ -92,24 +128,27 @@ class RolloutBufferActor(MeshActor):
             self._wake()  # a batch taken makes room for new leases
             if batch_id > self._logged and batch_id % self.sample_every == 0:
                 self._logged = batch_id
-                await asyncio.to_thread(write_rollouts, self.run_dir, batch_id, batch.groups, 2)
+                with self.busy:
+                    await asyncio.to_thread(write_rollouts, self.run_dir, batch_id, batch.groups, 2)
         return batch
 
     @concurrent_endpoint
     async def trained(self, batch_id: int) -> None:
-        self.buffer.trained(batch_id)
+        await self._work(lambda: self.buffer.trained(batch_id))
         self._wake()
 
     @concurrent_endpoint
     async def rewind(self, step: int) -> dict[str, Any]:
-        rewound = self.buffer.rewind(step)
+        rewound = await self._work(lambda: self.buffer.rewind(step))
+        self._logged = min(self._logged, step - 1)  # the samples of the abandoned course are written anew
         self._wake()
         return rewound
 
     @concurrent_endpoint
     async def save(self, path: str, step: int) -> dict[str, Any]:
-        return self.buffer.save(Path(path), step)
+        return await self._work(lambda: self.buffer.save(Path(path), step))
 
     @concurrent_endpoint
     async def accounts(self) -> dict[str, Any]:
-        return self.buffer.accounts()
+        self._accounts = await self._work(self.buffer.accounts)
+        return self._accounts

@@ -1,8 +1,14 @@
-"""The actor that shows the policy a hint and hands out what it would then have done, as full-vocabulary logits."""
+"""The actor that shows the policy a hint and hands out what it would then have done, as full-vocabulary logits.
+
+One trainer asks, one question at a time, while it reads the answer to the question before. Who asks again has given up
+waiting, so an older question is not answered any more: otherwise a teacher that is slower than the trainer's patience
+would work through an ever longer queue and answer nobody.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 from monarch.actor import concurrent_endpoint
@@ -17,7 +23,13 @@ from services.models import load_model, load_tokenizer
 from services.training.hinted import HintedTeacher, HintedTeacherConfig, hinted_accuracy
 from services.weights.logits import LogitsStore
 from services.weights.region import RegionError
-from services.weights.snapshots import VersionGone
+from services.weights.snapshots import VersionGone, WeightsConfig
+
+READABLE = 2  # answers: the one that is being read, and the one for the step after it
+
+
+class Superseded(Exception):
+    """A newer question came before this one was answered, so that nobody waits for the answer."""
 
 
 class SDPOTeacherActor(MeshActor):
@@ -30,13 +42,16 @@ class SDPOTeacherActor(MeshActor):
         model_path: str,
         environment_url: str,
         environment: EnvironmentConfig,
+        weights: WeightsConfig,
     ) -> None:
         super().__init__(name, roles=("trainer",))
         self.config, self.model_path = config, model_path
-        self.environment_url, self.environment = environment_url, environment
-        self.counts = {"requests": 0, "contexts": 0, "probes": 0}
+        self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
+        self.counts = {"requests": 0, "contexts": 0, "probes": 0, "superseded": 0}
         self.accuracy: float | None = None
         self.trouble = ""
+        self._asked = 0
+        self._readable: deque[str] = deque()
         self._one_at_a_time = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
         self._probe_due = 0
@@ -45,14 +60,15 @@ class SDPOTeacherActor(MeshActor):
         initial = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
         self.teacher = HintedTeacher(initial, initial, self.config)
-        self.store = LogitsStore()
+        self.store = LogitsStore(self.config.logits)
         self.client = EnvironmentClient(self.environment_url, self.environment)
 
     async def run(self) -> None:
         if self.config.weights == "initial":
             await self.finishing.wait()
             return
-        follower = WeightsFollower(self.bindings["trainer"], version=0)  # version 0 is what it starts with
+        # Version 0 is what it starts with.
+        follower = WeightsFollower(self.bindings["trainer"], self.weights_config, version=0)
         while not self.finishing.is_set():
             try:
                 tensors = await follower.newer(wait_s=2.0)
@@ -76,18 +92,31 @@ class SDPOTeacherActor(MeshActor):
 
     @concurrent_endpoint
     async def logits(self, contexts: list[HintedContext]) -> LogitsRef:
+        self._asked += 1
+        question = self._asked
         async with self._one_at_a_time:
+            self._refuse_if_superseded(question)
             with self.busy:
                 rows, row_offsets = await asyncio.to_thread(self.teacher.aligned_logits, contexts)
             version = self.teacher.version
+        self._refuse_if_superseded(question)
         self.counts["requests"] += 1
         self.counts["contexts"] += len(contexts)
         if not len(rows):  # every context is too long: there is nothing to keep in registered memory
             nowhere = RegionRef(0, "", None, None)
             return LogitsRef("", nowhere, 0, rows.shape[1], "float32", row_offsets, version, self.accuracy)
+        # Before the new rows are put, because what nobody reads any more makes room for them.
+        while len(self._readable) >= READABLE:
+            await self.store.release(self._readable.popleft())
         ref = await self.store.put(rows, row_offsets, teacher_version=version, hinted_accuracy=self.accuracy)
+        self._readable.append(ref.id)
         self._start_probe(contexts)
         return ref
+
+    def _refuse_if_superseded(self, question: int) -> None:
+        if question != self._asked:
+            self.counts["superseded"] += 1
+            raise Superseded(f"question {question} was given up: its asker is at question {self._asked} by now")
 
     @concurrent_endpoint
     async def release(self, ref_id: str) -> None:

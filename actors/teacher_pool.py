@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import BindingError
+from mesh.binding import CallTimeout, MemberDied, NoMember
 from mesh.messages import DelayedReward, Rollout, TraceState
 from services.teachers.budget import Budget
 from services.teachers.client import ChatClient
@@ -24,7 +24,9 @@ from services.teachers.pairs import extract_preference_pairs
 from services.teachers.replay import replay_trace
 from services.teachers.rollout_states import attach_exact_ids, replay_states
 
+NO_ANSWER = (NoMember, CallTimeout, MemberDied)
 ROLLOUTS_AT_ONCE = 16
+ASK_LIMIT_S = 50.0  # below the contract of `ask`, so that a silent teacher is named and the others' answers arrive
 
 
 class LocalTeachersConfig(BaseModel):
@@ -83,6 +85,7 @@ class TeacherPoolActor(MeshActor):
         self.config, self.ledger_path = config, Path(ledger_path)
         self.counts = {"rollouts": 0, "states": 0, "answers": 0, "errors": 0, "pairs": 0, "from_ledger": 0}
         self.trouble = ""
+        self._replays: set[asyncio.Task[None]] = set()
 
     async def setup(self) -> None:
         self.budget = Budget(self.config.max_total_usd)
@@ -99,14 +102,30 @@ class TeacherPoolActor(MeshActor):
         return {**self.counts, **spent, "trouble": self.trouble}
 
     async def run(self) -> None:
+        """Replay until told to finish; what is under way then is brought to its end, since its calls are paid for."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._refill(tasks)
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _refill(self, tasks: asyncio.TaskGroup) -> None:
+        """Keep every place filled: a rollout that waits for a slow teacher keeps its own place, not the others'."""
         while not self.finishing.is_set():
+            free = ROLLOUTS_AT_ONCE - len(self._replays)
+            if free == 0:
+                await asyncio.wait(self._replays, return_when=asyncio.FIRST_COMPLETED)
+                continue
             try:
-                buffer = self.bindings["rollout_buffer"]
-                rollouts = await buffer.call(roles.RolloutBuffer.to_replay, ROLLOUTS_AT_ONCE, 1.0)
-                await asyncio.gather(*[self._replay(rollout) for rollout in rollouts])
-            except BindingError as error:
-                self.trouble = str(error)
+                rollouts = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.to_replay, free, 1.0)
+            except NO_ANSWER as error:
+                self.trouble = f"to_replay: {error}"
                 await asyncio.sleep(0.5)
+                continue
+            for rollout in rollouts:
+                replay = tasks.create_task(self._replay(rollout))
+                self._replays.add(replay)
+                replay.add_done_callback(self._replays.discard)
 
     async def _replay(self, rollout: Rollout) -> None:
         """Ask about every failing turn of one rollout, and deliver the pairs."""
@@ -131,9 +150,20 @@ class TeacherPoolActor(MeshActor):
             pairs=attach_exact_ids(pairs, rollout),
             cost_usd=sum(result.cost_usd for result in results),
         )
-        await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.delayed, delayed)
+        await self._deliver(delayed)
+
+    async def _deliver(self, delayed: DelayedReward) -> None:
+        """Tell the buffer, however long it is away: a rollout is lent for replay only a few times."""
+        while True:
+            try:
+                await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.delayed, delayed)
+                return
+            except NO_ANSWER as error:
+                self.trouble = f"{delayed.rollout_id}: {error}"
+                await asyncio.sleep(0.5)
 
     @concurrent_endpoint
     async def ask(self, messages: list[dict[str, str]]) -> dict[str, str]:
-        results = await replay_trace([TraceState("ask#0", messages, "")], self.config.teachers, client=self.client)
+        state = TraceState("ask#0", messages, "")
+        results = await replay_trace([state], self.config.teachers, client=self.client, limit_s=ASK_LIMIT_S)
         return {result.teacher: result.text if result.text is not None else f"({result.error})" for result in results}

@@ -4,16 +4,19 @@
     │ buffer.take(k+1) ─▶ learner.plan ─▶ sdpo_teacher.logits(contexts) ─▶ LogitsRef     │
     └────────────────────────────────────────┬──────────────────────────────────────────┘
                                              ▼
-    step k+1: learner.step in a thread, reading the rows chunk by chunk ─▶ release(LogitsRef)
-              ─▶ publish version k+2 ─▶ buffer.trained(k+1) ─▶ report ─▶ checkpoint when due
+    step k+1: learner.step in a thread, reading the rows chunk by chunk ─▶ release(LogitsRef), not waited for
+              ─▶ buffer.trained(k+1) ─▶ publish version k+2 ─▶ report ─▶ checkpoint when due
 
 Batch `k` trains from version `k` to version `k + 1`. It may be taken one step ahead; the buffer judges its staleness
 against the version that will train it. A published version is a snapshot: the optimizer goes on while readers pull.
+A publish that failed is tried again while the next batch is waited for, because that batch may need the version.
+The teacher is never waited for when it is dead: the step goes without it, counted in `sdpo/missing`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -24,9 +27,10 @@ import torch
 from monarch.actor import concurrent_endpoint
 from pydantic import BaseModel, ConfigDict, Field
 
+from actors.remote_rows import RemoteRows
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import BindingError
+from mesh.binding import BindingError, CallTimeout, MemberDied, NoMember
 from mesh.messages import LogitsRef, TrainBatch, WeightsRef
 from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
@@ -36,9 +40,10 @@ from services.training.hinted import HintedTeacher
 from services.training.learner import Hinted, Learner, OptimizerConfig, ReplayConfig, SDPOConfig, StepPlan
 from services.training.report import describe_batch
 from services.training.state import load_state, save_state
-from services.weights.logits import read_logits
-from services.weights.region import Via
 from services.weights.snapshots import SnapshotPublisher, WeightsConfig
+
+TEACHER_PATIENCE_S = 2.0  # a step does not wait until a dead SDPO teacher is placed again
+SAVE_LIMIT_S = 120.0  # for the checkpoint of a loop that was cancelled
 
 
 class TrainerConfig(BaseModel):
@@ -57,7 +62,8 @@ class TrainerConfig(BaseModel):
 class TrainerActor(MeshActor):
     """Endpoints of `mesh.roles.Trainer`."""
 
-    finish_limit_s = 120.0  # the step in work and the checkpoint after it
+    # What a caller of `finish` must allow for. Each trainer ends by itself before that: see `finish_limit`.
+    finish_limit_s = 600.0
 
     def __init__(
         self,
@@ -77,12 +83,18 @@ class TrainerActor(MeshActor):
         self.config, self.policy, self.sdpo, self.replay = config, policy, sdpo, replay
         self.weights_config, self.model_path, self.run_dir = weights, model_path, Path(run_dir)
         self.temperature, self.advantage_scaling, self.seed = temperature, advantage_scaling, seed
+        self.bindings["sdpo_teacher"].patience_s = TEACHER_PATIENCE_S
         self.step_n = 0
+        self.life = secrets.token_hex(8)  # tells the reports of this trainer from those of the one before it
         self.spans = Spans()
         self.trouble = ""
+        self.finish_limit_s = finish_limit(0.0)
+        self._longest_step_s = 0.0
         self._reports: list[dict[str, Any]] = []
         self._reported = asyncio.Event()
         self._between_steps = asyncio.Lock()  # held while a step changes the state; a checkpoint waits for it
+        self._training: int | None = None  # the batch on which model, optimizer and buffer do not agree yet
+        self._background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
         self._publish_failures = 0
 
     # ---- life ----------------------------------------------------------------------------------------------------
@@ -130,6 +142,15 @@ class TrainerActor(MeshActor):
 
     async def run(self) -> None:
         """Train until the last step, or until the run is told to finish; then save."""
+        try:
+            await self._train_steps()
+        except asyncio.CancelledError:
+            # `finish` waited its time for whatever this loop waits for. What was trained is saved all the same.
+            await self._save()
+            raise
+        await self._save()
+
+    async def _train_steps(self) -> None:
         upcoming: asyncio.Task[tuple[StepPlan, Hinted | None, LogitsRef | None] | None] | None = None
         try:
             while self.step_n < self.config.steps and not self.finishing.is_set():
@@ -147,9 +168,13 @@ class TrainerActor(MeshActor):
             if upcoming is not None:
                 upcoming.cancel()
                 await asyncio.gather(upcoming, return_exceptions=True)
-        await self._save()
 
     async def teardown(self) -> None:
+        if self._loop_task is not None:  # a cancelled loop still saves
+            await asyncio.wait({self._loop_task}, timeout=SAVE_LIMIT_S)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         if hasattr(self, "publisher"):
             await self.publisher.close()
 
@@ -171,10 +196,14 @@ class TrainerActor(MeshActor):
     async def _take(self, batch_id: int) -> TrainBatch | None:
         """The batch, however long the generators need for it; None once the run is told to finish."""
         while not self.finishing.is_set():
+            if batch_id == self.step_n:
+                # No step is running. Without staleness nobody can make this batch before they have this version.
+                await self._publish()
             try:
                 batch = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.take, batch_id, 2.0)
-            except BindingError as error:
-                # A dead buffer comes back from its journal with the same batches.
+            except (NoMember, CallTimeout, MemberDied) as error:
+                # A dead buffer comes back from its journal with the same batches. One that refuses (RemoteFailure)
+                # would for ever: that ends this trainer, and the next one and the buffer agree on a step again.
                 self.trouble = f"take: {error}"
                 await asyncio.sleep(0.5)
                 continue
@@ -188,34 +217,42 @@ class TrainerActor(MeshActor):
         if not contexts:
             return None, None
         if self.inline is not None:
-            rows, offsets = await asyncio.to_thread(self.inline.aligned_logits, contexts)
+            with self.spans("trainer/teacher"):
+                rows, offsets = await asyncio.to_thread(self.inline.aligned_logits, contexts)
             return Hinted.from_rows(rows, offsets, version=self.inline.version), None
+        teacher = self.bindings["sdpo_teacher"]
+        if not teacher.bound:
+            self.trouble = "sdpo teacher: it is dead and not placed again yet"
+            return None, None
         try:
-            teacher = self.bindings["sdpo_teacher"]
             ref = await asyncio.wait_for(teacher.call(roles.SDPOTeacher.logits, contexts), self.sdpo.wait_s)
         except (BindingError, TimeoutError) as error:
             # Training goes on without the channel; the report of this step says so.
             self.trouble = f"sdpo teacher: {error or f'no logits within {self.sdpo.wait_s:g} s'}"
             return None, None
-        remote = _RemoteRows(ref, asyncio.get_running_loop(), self.weights_config.via)
+        remote = RemoteRows(ref, asyncio.get_running_loop(), self.weights_config.via)
         figures = {"accuracy": ref.hinted_accuracy, "version": ref.teacher_version}
         return Hinted.from_reader(remote, ref.row_offsets, **figures), ref
 
     async def _train(self, plan: StepPlan, hinted: Hinted | None, ref: LogitsRef | None) -> None:
         began = time.monotonic()
         async with self._between_steps:
-            with self.spans("trainer/step"):
+            self._training = plan.batch.id
+            # `waiting`: the spans inside it tell the learner's work from its waiting for logits.
+            with self.spans("trainer/step", waiting=True):
                 try:
                     metrics = await asyncio.to_thread(self.learner.step, plan, hinted)
                 finally:
                     if ref is not None:
-                        await self._release(ref)
+                        self._release_later(ref)
             if self.inline is not None:
                 weights = dict(self.learner.model.named_parameters())
-                await asyncio.to_thread(self.inline.follow, self.step_n + 1, weights)
+                with self.spans("trainer/teacher"):
+                    await asyncio.to_thread(self.inline.follow, self.step_n + 1, weights)
             self.step_n += 1
             # The frontier moves before anybody can sample from the new version.
             await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.trained, plan.batch.id)
+            self._training = None
         await self._publish()
         if hinted is not None and hinted.failure:
             self.trouble = f"sdpo teacher: {hinted.failure}"
@@ -225,19 +262,31 @@ class TrainerActor(MeshActor):
         metrics["idle/trainer"] = self.spans.idle_share("trainer")
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.spans.drain().items()}
         metrics["seconds/step"] = time.monotonic() - began
-        self._reports.append({"step": plan.batch.id, "metrics": metrics, "histograms": histograms})
+        self._longest_step_s = max(self._longest_step_s, metrics["seconds/step"])
+        self.finish_limit_s = finish_limit(self._longest_step_s)
+        report = {"step": plan.batch.id, "metrics": metrics, "histograms": histograms}
+        self._reports.append({**report, "finished_at": time.time(), "life": self.life})
         del self._reports[:-1000]
         self._reported.set()
         self._reported = asyncio.Event()
 
     async def _publish(self) -> None:
-        """Make the new weights available. On failure readers stay on the old version, and the run goes on."""
-        with self.spans("trainer/publish"):
-            try:
-                await self.publisher.publish(self.step_n, self.learner.model.named_parameters())
-            except (RuntimeError, OSError) as error:
-                self._publish_failures += 1
-                self.trouble = f"publish of version {self.step_n}: {error}"
+        """Make the weights available unless they are. On failure readers stay on the old version, the run goes on."""
+        async with self._between_steps:
+            if self.publisher.version == self.step_n or self._training is not None:
+                return
+            with self.spans("trainer/publish"):
+                try:
+                    await self.publisher.publish(self.step_n, self.learner.model.named_parameters())
+                except (RuntimeError, OSError) as error:
+                    self._publish_failures += 1
+                    self.trouble = f"publish of version {self.step_n}: {error}"
+
+    def _release_later(self, ref: LogitsRef) -> None:
+        """Give the teacher its memory back, beside what comes next: nobody waits for a teacher that died."""
+        task = asyncio.create_task(self._release(ref))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _release(self, ref: LogitsRef) -> None:
         try:
@@ -246,8 +295,13 @@ class TrainerActor(MeshActor):
             self.trouble = f"release of logits: {error}; they expire by themselves"
 
     async def _save(self) -> str:
-        """Trainer and buffer together, between two steps."""
+        """Trainer and buffer together, between two steps. RuntimeError when a step was cut off in its middle."""
         async with self._between_steps:
+            if self._training is not None:
+                raise RuntimeError(
+                    f"batch {self._training} was being trained when the loop ended, and half a step cannot be saved: "
+                    "continue from the newest checkpoint"
+                )
             with self.spans("trainer/checkpoint"):
                 async with _in_thread(self.checkpoints.writing(self.step_n)) as path:
                     await asyncio.to_thread(save_state, path, self.learner, self.tokenizer, self.step_n)
@@ -266,7 +320,9 @@ class TrainerActor(MeshActor):
         self.publisher.release(lease_id)
 
     @concurrent_endpoint
-    async def reports(self, after_step: int, wait_s: float) -> list[dict[str, Any]]:
+    async def reports(self, life: str, after_step: int, wait_s: float) -> list[dict[str, Any]]:
+        if life != self.life:  # the caller knows the steps of another trainer, from which this one may have gone back
+            after_step = -1
         until = time.monotonic() + wait_s
         while True:
             found = [report for report in self._reports if report["step"] > after_step]
@@ -283,28 +339,12 @@ class TrainerActor(MeshActor):
         return await self._save()
 
 
-class _RemoteRows:
-    """The teacher's rows, read over RDMA in chunks, for the learner's thread. The next chunk is under way meanwhile."""
+def finish_limit(longest_step_s: float) -> float:
+    """Seconds that the step in work and the save after it may take, judged by the longest step so far.
 
-    CHUNK = 256
-
-    def __init__(self, ref: LogitsRef, loop: asyncio.AbstractEventLoop, via: Via) -> None:
-        self._loop = loop
-        self._chunks: AsyncIterator[tuple[int, torch.Tensor]] = read_logits(ref, self.CHUNK, via=via)
-        self._left = torch.empty((0, ref.vocab))
-
-    def __call__(self, count: int) -> torch.Tensor:
-        parts, have = [self._left], self._left.shape[0]
-        while have < count:
-            _, rows = asyncio.run_coroutine_threadsafe(self._next(), self._loop).result(timeout=60.0)
-            parts.append(rows.clone())  # a chunk is overwritten when the one after it is asked for
-            have += rows.shape[0]
-        together = torch.cat(parts) if len(parts) > 1 else self._left
-        self._left = together[count:]
-        return together[:count]
-
-    async def _next(self) -> tuple[int, torch.Tensor]:
-        return await anext(self._chunks)
+    With `SAVE_LIMIT_S` on top it stays below `TrainerActor.finish_limit_s`.
+    """
+    return min(450.0, max(120.0, 3 * longest_step_s + 60.0))
 
 
 @asynccontextmanager

@@ -12,11 +12,15 @@ from services.weights.snapshots import SnapshotReader, WeightsConfig, pull_newes
 
 
 class WeightsFollower:
-    """Pulls the trainer's versions, one `newer` call at a time; `version` is the last one pulled."""
+    """Pulls the trainer's versions, one `newer` call at a time; `version` is the last one pulled.
+
+    Whoever could not load what it pulled says so with `not_loaded`.
+    """
 
     def __init__(self, trainer: Binding[Any], config: WeightsConfig | None = None, version: int = -1) -> None:
         self.version = version
-        self._trainer, self._reader = trainer, SnapshotReader(config)
+        self._before = version  # the last pull
+        self._config, self._trainer, self._reader = config, trainer, SnapshotReader(config)
         self._life = trainer.incarnations
 
     async def newer(self, wait_s: float) -> dict[str, torch.Tensor] | None:
@@ -27,6 +31,7 @@ class WeightsFollower:
         if self._life != self._trainer.incarnations:
             # The trainer stands at its last checkpoint again: its versions are older than ours, and the right ones.
             self._life, self.version = self._trainer.incarnations, -1
+        self._before = self.version
         newest = await pull_newest(
             self._reader,
             lambda newer_than: self._trainer.call(roles.Trainer.weights, newer_than, wait_s),
@@ -37,3 +42,11 @@ class WeightsFollower:
             return None
         self.version, tensors = newest
         return tensors
+
+    def not_loaded(self) -> None:
+        """The last pull is not in use, so its version is asked for again.
+
+        A load that was given up may still read the tensors: they stay as they are, and the next pull gets a buffer of
+        its own.
+        """
+        self.version, self._reader = self._before, SnapshotReader(self._config)

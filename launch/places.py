@@ -43,7 +43,7 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         filled.append(Place("teachers", name, TeacherPoolActor, (asked, str(run.teachers)), proc(name)))
     if config.sdpo.alpha and config.sdpo.teacher == "actor":
         name, hinted = "sdpo-teacher-0", config.sdpo.hinted
-        arguments = (hinted, model, *environment)
+        arguments = (hinted, model, *environment, config.weights)
         filled.append(Place("sdpo_teacher", name, SDPOTeacherActor, arguments, proc(name, hinted.threads)))
     filled.append(
         Place(
@@ -53,9 +53,11 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
             proc("trainer-0", config.trainer.threads),
         )
     )  # fmt: skip
+    at_once = -(-config.generator.count * config.generator.episodes // config.rewarder.count)
+    score_limit_s = config.rewarder.reward.limit_s(at_once)
+    playing = (config.generator, model, *environment, config.weights, config.run.seed, score_limit_s)
     filled += [
-        Place("generator", name, GeneratorActor, (config.generator, model, *environment, config.weights),
-              proc(name, config.generator.threads))
+        Place("generator", name, GeneratorActor, playing, proc(name, config.generator.threads))
         for name in (f"generator-{i}" for i in range(config.generator.count))
-    ]  # fmt: skip
+    ]
     return filled

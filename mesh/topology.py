@@ -5,6 +5,7 @@ Every member has a proc of its own, so that it can die, hang and be replaced wit
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import sys
@@ -85,7 +86,9 @@ async def fill(place: Place, host: Any, incarnation: int) -> Placed:
     )
     handle = procs.spawn(place.name.replace("-", "_"), place.actor, place.name, *place.args)
     await procs.initialized  # before the handle is packed: what it refers to must be there
-    return Placed(place, procs, handle, incarnation, MemberRef(place.name, handle, incarnation))
+    # In a thread, because packing waits for the actor, and a caller's time limit must be able to end that.
+    ref = await asyncio.to_thread(MemberRef, place.name, handle, incarnation)
+    return Placed(place, procs, handle, incarnation, ref)
 
 
 def tail(path: str | None, lines: int = 12) -> str:

@@ -162,7 +162,10 @@ class EngineConfig(BaseModel):
     threads: int | None = Field(
         None, ge=1, description="Torch threads of the process; a tiny model is fastest with 1. None leaves them alone."
     )
-    seed: int | None = Field(None, description="Seed of the sampling of requests without their own; None: from the OS.")
+    seed: int | None = Field(
+        None,
+        description="Seed of the sampling. None: in a run its run.seed; for requests outside of one, from the OS.",
+    )
     request_limit_s: float = Field(600.0, gt=0, description="Longest a request may take, its waiting included.")
     update_limit_s: float = Field(120.0, gt=0, description="Longest an update may take, the draining included.")
 

@@ -27,10 +27,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mesh.messages import Rollout
+from mesh.roles import Rewarder, contract_of
 from services.rewards.worker import HEADER
 
 ENVIRONMENT = "environment"  # the environment's own reward among a rollout's rewards
 
+SCORE_LIMIT_S = contract_of(Rewarder.score).limit_s
 _KILL_LIMIT_S = 5.0
 _MAX_REPLY_BYTES = 1 << 20
 
@@ -86,6 +88,18 @@ class RewardConfig(BaseModel):
         if twice:
             raise ValueError(f"reward names must differ, {twice} occur twice: set `name` of one of the functions")
         return self
+
+    def limit_s(self, concurrent: int) -> float:
+        """Seconds after which a rollout is scored if every call of `concurrent` rollouts at once takes its whole limit.
+
+        A caller waits that long, and never less than the contract of `mesh.roles.Rewarder.score` says. One start of a
+        killed process is allowed for.
+        """
+        tries = 2 if self.on_failure == "retry" else 1
+        calls_s = tries * sum(function.timeout_s for function in self.functions)
+        if not calls_s:
+            return SCORE_LIMIT_S
+        return max(SCORE_LIMIT_S, calls_s * (1 + concurrent / self.workers) + self.start_timeout_s)
 
 
 class RewardSandbox:

@@ -6,7 +6,7 @@
                state.py     every task and batch; changes only by the events of events.py
                late.py      what teachers say of rollouts, whenever they say it
                journal.py   the events on disk, so that a killed buffer is the same buffer
-               staleness.py, advantages.py, validation.py   the rules, as pure functions
+               staleness.py, advantages.py, validation.py, refusals.py   the rules, as pure functions
 ```
 
 Only collate.py imports torch: the actor that keeps the buffer stays light.

@@ -22,10 +22,11 @@ from services.rollouts.advantages import is_dead
 from services.rollouts.batches import form_batch
 from services.rollouts.config import BufferConfig
 from services.rollouts.journal import Journal, read_events, write_events
-from services.rollouts.leases import LeaseTable, parse_mark
+from services.rollouts.leases import LeaseTable
+from services.rollouts.refusals import refusal_of
 from services.rollouts.replays import Replays
 from services.rollouts.staleness import admissible, lease_admissible, predicted_batch
-from services.rollouts.state import BufferState, newest_version
+from services.rollouts.state import BufferState
 from services.rollouts.tasks import TaskStream
 from services.rollouts.validation import malformed
 
@@ -123,11 +124,26 @@ class RolloutBuffer:
             if (member := next(free, None)) is not None and self._may_start(version, ahead):
                 return item, member
             ahead += 1
-        if not self._may_start(version, ahead):
+        if self.starved() or not self._may_start(version, ahead):
             return None
         task = self._tasks.next()
         self._record(ev.Issued(task, self.config.group_size))
         return self._state.open[task.id], 0
+
+    def starved(self) -> str | None:
+        """Why no new task is handed out: the last ones were all dropped as incomplete, without a rollout between them.
+
+        One rollout that is accepted ends that, and so does a rewind, with which a resumed run begins.
+        """
+        barren, limit = self._state.barren, max(8, 4 * self.config.groups_per_batch)
+        if barren < limit:
+            return None
+        reasons = "; ".join(f"{reason} ({times} times)" for reason, times in self._state.reasons.most_common(3))
+        return (
+            f"the last {barren} tasks in a row brought no rollout that can be trained, so no other is begun. Most "
+            f"frequent reasons: {reasons}. Mend what they name (the environment, generator.episode, "
+            "generator.engine), then resume the run"
+        )
 
     def _may_start(self, version: int, groups_ahead: int) -> bool:
         config, next_batch = self.config, self._state.next_batch
@@ -178,7 +194,7 @@ class RolloutBuffer:
         token, is taken note of (True) and its member is free again.
         """
         fault = malformed(rollout)
-        refusal = "malformed" if fault else self._refusal(rollout)
+        refusal = "malformed" if fault else refusal_of(rollout, self._state, next_mark=self._leases.mark)
         if refusal:
             self.refusals.append(fault or f"rollout {rollout.id} of lease {rollout.lease_id} was refused: {refusal}")
             held = self._leases.find(rollout.lease_id) if fault else None
@@ -192,40 +208,15 @@ class RolloutBuffer:
         item = self._state.open[rollout.task.id]
         if rollout.status == "failed" or rollout.sampled_tokens == 0:
             lease = Lease(rollout.lease_id, item.task, rollout.member, 0.0)
-            self._end_attempt(lease, "failed", rollout.reason or f"{rollout.status} without a sampled token")
+            nothing = "" if rollout.status == "failed" else f"{rollout.status} without a sampled token"
+            reason = ": ".join(text for text in (nothing, rollout.reason) if text)
+            self._end_attempt(lease, "failed", reason or "no reason given")
             return True
         self._leases.end(rollout.id)
         self._record(ev.Delivered(rollout, self._replays.wants(rollout)))
         self._replays.close_overflow()
         self._judge(item)
         return True
-
-    def _refusal(self, rollout: Rollout) -> str | None:
-        """Why a well-formed rollout is not wanted, in the one word it is counted by."""
-        item, mark = self._state.find(rollout.task.id), parse_mark(rollout.lease_id)
-        newest = newest_version(rollout) or 0
-        if item is None:
-            return "late" if rollout.task.index < self._state.issued else "unknown"
-        if mark is None or mark >= self._leases.mark or rollout.task != item.task:
-            return "unknown"
-        if not 0 <= rollout.member < len(item.members):
-            return "unknown"
-        member = item.members[rollout.member]
-        if mark < item.since:
-            return "late"
-        if any(mark < before and newest > step for before, step in self._state.rewinds):
-            return "rewound"
-        if newest > self._state.next_batch:
-            return "too_new"
-        if member.delivered:
-            return "duplicate"
-        if member.given_up or item.task.id in self._state.settled:
-            return "late"
-        ended = member.ended.get(rollout.lease_id)
-        if ended in ("failed", "malformed"):
-            return "duplicate"
-        # A lease that expired may still bring a good rollout, but its failure was counted already.
-        return "late" if ended and (rollout.status == "failed" or rollout.sampled_tokens == 0) else None
 
     def _judge(self, item: ev.TaskState) -> None:
         """Decide what a group in work has become: ready, not worth going on with, or still in work."""
@@ -392,21 +383,10 @@ class RolloutBuffer:
 
     def accounts(self) -> dict[str, Any]:
         """Every task by its fate (`issued = trained + dropped + in_work + ready + taken`), and all counts."""
-        state = self._state
         return {
-            "issued": state.issued,
-            "trained": state.trained,
-            "dropped": dict(state.dropped),
-            "in_work": len(state.with_fate("in_work")),
-            "ready": len(state.with_fate("ready")),
-            "taken": len(state.with_fate("taken")),
-            "frontier": state.frontier,
-            "next_batch": state.next_batch,
+            **self._state.accounts(),
             "leases": self._leases.by_generator(),
-            "replay": {"waiting": len(state.late.waiting), "lent": self._replays.lent},
-            "pairs_waiting": len(state.late.pairs),
-            "counts": {name: number for name, number in sorted(state.counts.items()) if number},
-            "reasons": dict(state.reasons),
+            "replay": {"waiting": len(self._state.late.waiting), "lent": self._replays.lent},
             "refusals": list(self.refusals),
             "journal_cut_bytes": self._journal.cut_bytes,
         }

@@ -49,8 +49,10 @@ class BufferConfig(BaseModel):
     pair_max_age: int = Field(
         32, ge=0, description="A pair whose rejected action is older than this many batches is left out."
     )
-    replay_which: Literal["errors", "all", "none"] = Field(
-        "errors", description="Rollouts that teachers are asked about: those with an error site, every one, none."
+    replay_which: Literal["errors", "none"] = Field(
+        "errors",
+        description="Rollouts that teachers are asked about: those with a turn that the environment refused, or none. "
+        "They are asked about these turns only.",
     )
     replay_lease_s: float = Field(600.0, gt=0, description="Seconds before an unanswered replay is given out again.")
     replay_attempts: int = Field(2, ge=1, description="Times that one rollout is given out for replay.")

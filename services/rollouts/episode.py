@@ -12,6 +12,7 @@ out again. An engine that serves nobody any more is not one episode's failure: t
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -73,10 +74,17 @@ class EpisodeRunner:
     """Runs episodes, many at once, on one engine and one environment."""
 
     def __init__(
-        self, tokenizer: Any, generate: Generate, environment: EnvironmentClient, config: EpisodeConfig, name: str = ""
+        self,
+        tokenizer: Any,
+        generate: Generate,
+        environment: EnvironmentClient,
+        config: EpisodeConfig,
+        name: str = "",
+        seed: int | None = None,
     ) -> None:
+        """`seed` makes what is sampled reproducible (`turn_seed`); None leaves it to the engine's own stream."""
         self.tokenizer, self.generate, self.environment = tokenizer, generate, environment
-        self.config, self.name = config, name
+        self.config, self.name, self.seed = config, name, seed
         self.hints = HintLayers(config.hint_layers)
 
     async def run(self, lease: Lease, *, greedy: bool = False) -> Rollout:
@@ -154,6 +162,7 @@ class EpisodeRunner:
             temperature=self.config.temperature,
             stop_ids=(self.tokenizer.eos_token_id,),
             greedy=greedy,
+            seed=None if self.seed is None else turn_seed(self.seed, lease.id, turn),
         )
 
     async def _sample(self, request: GenerationRequest) -> Generation:
@@ -193,6 +202,15 @@ class _Repeats:
         self._times = self._times + 1 if kind == self._kind else 1
         self._kind = kind
         return self._times
+
+
+def turn_seed(seed: int, lease_id: str, turn: int) -> int:
+    """The sampling seed of one turn: a hash of the run's seed and of what no other turn of the run has.
+
+    It depends on neither the generator nor what else that engine does. Lease ids are never given twice, so members of a
+    group, repeated attempts and resumed runs sample anew.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed} {lease_id} {turn}".encode(), digest_size=8).digest())
 
 
 def evaluation_lease(task: Task, member: int = 0) -> Lease:

@@ -238,6 +238,7 @@ class Snapshot:
     reasons: dict[str, int]
     rewinds: list[tuple[Mark, int]]
     saves: list[int]
+    barren: int = 0
 
 
 @dataclass(frozen=True, slots=True)

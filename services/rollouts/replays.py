@@ -32,8 +32,7 @@ class Replays:
 
     def wants(self, rollout: Rollout) -> bool:
         """Whether teachers are to be asked about a rollout."""
-        which = self._config.replay_which
-        return which == "all" or (which == "errors" and any(turn.error is not None for turn in rollout.turns))
+        return self._config.replay_which == "errors" and any(turn.error is not None for turn in rollout.turns)
 
     def close_overflow(self) -> None:
         """Let the oldest waiting rollouts go when more than `replay_queue` wait."""

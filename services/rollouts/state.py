@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from mesh.messages import Group, Rollout, Task, TrainBatch
 from services.rollouts import events as ev
@@ -48,6 +49,7 @@ class BufferState:
         self.dropped: Counter[str] = Counter()  # tasks by reason
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # "failed: ..." and the like, as the generators worded them
+        self.barren = 0  # tasks dropped as incomplete in a row, with no rollout delivered between them
         self.rewinds: list[tuple[Mark, int]] = []
         self.saves: list[int] = []
         self.late = LateResults()
@@ -68,6 +70,22 @@ class BufferState:
         """Open tasks with this fate, in the order of the stream."""
         return [item for item in self.open.values() if item.fate == fate]
 
+    def accounts(self) -> dict[str, Any]:
+        """Every task by its fate (`issued = trained + dropped + in_work + ready + taken`), and all counts."""
+        return {
+            "issued": self.issued,
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+            "in_work": len(self.with_fate("in_work")),
+            "ready": len(self.with_fate("ready")),
+            "taken": len(self.with_fate("taken")),
+            "frontier": self.frontier,
+            "next_batch": self.next_batch,
+            "pairs_waiting": len(self.late.pairs),
+            "counts": {name: number for name, number in sorted(self.counts.items()) if number},
+            "reasons": dict(self.reasons),
+        }
+
     # Changes
 
     def apply(self, event: ev.Event) -> None:
@@ -87,6 +105,7 @@ class BufferState:
                 self._set_fate(event.task_id, "ready")
             case ev.Dropped():
                 self.dropped[event.reason] += 1
+                self.barren += event.reason == "incomplete"
                 self._settle(event.task_id, "dropped", event.reason)
             case ev.Reopened():
                 self._reopen(event)
@@ -120,6 +139,7 @@ class BufferState:
     def _deliver(self, rollout: Rollout, replay: bool) -> None:
         member = self.open[rollout.task.id].members[rollout.member]
         member.rollout, member.delivered = rollout, True
+        self.barren = 0
         self.counts["put"] += 1
         self.counts["truncated"] += rollout.status == "truncated"
         self.counts["unscorable"] += rollout.reward is None
@@ -187,6 +207,7 @@ class BufferState:
         self.late.pairs = pairs + self.late.pairs
         self.open = dict(sorted(self.open.items(), key=lambda named: named[1].task.index))
         self.frontier = self.next_batch = event.step
+        self.barren = 0  # training goes on elsewhere or with other settings: what failed before may work now
         self.saves = [step for step in self.saves if step <= event.step]
         if event.rewound:
             self.rewinds.append((event.mark, event.step))
@@ -215,6 +236,7 @@ class BufferState:
         yield ev.Snapshot(
             self.seed, self.incarnation, self.issued, self.frontier, self.next_batch, self.trained,
             dict(self.dropped), dict(self.counts), dict(self.reasons), list(self.rewinds), list(self.saves),
+            self.barren,
         )  # fmt: skip
         yield from self.settled.values()
         yield from self.open.values()
@@ -231,6 +253,7 @@ class BufferState:
                 self.frontier, self.next_batch, self.trained = event.frontier, event.next_batch, event.trained
                 self.dropped, self.counts = Counter(event.dropped), Counter(event.counts)
                 self.reasons, self.rewinds, self.saves = Counter(event.reasons), list(event.rewinds), list(event.saves)
+                self.barren = event.barren
             case ev.TaskState():
                 # A copy, because a snapshot may be replayed while the state it was taken from goes on.
                 item = replace(event, members=[replace(member) for member in event.members])

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh.messages import HintedContext
 from services.environments.client import EnvironmentClient, EnvironmentFailure
+from services.weights.logits import LogitsConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -31,7 +32,14 @@ class HintedTeacherConfig(BaseModel):
     weights: Literal["initial", "ema", "trust_region", "live"] = Field(
         "initial", description="Whose weights the teacher has; live collapses and is for experiments only."
     )
-    ema: float = Field(0.99, ge=0, lt=1, description="ema: what is kept of the teacher at each new version.")
+    ema: float = Field(
+        0.99,
+        ge=0,
+        lt=1,
+        description="ema: what is kept of the teacher at each new version; versions that it missed count as often. No "
+        "checkpoint holds the average: a teacher that starts (again), or whose trainer went back, begins at the "
+        "initial weights and has ema^version of them left when it takes in its first version.",
+    )
     trust: float = Field(
         0.1, ge=0, le=1, description="trust_region: share of the live policy in the teacher's logits (log-linear)."
     )
@@ -48,6 +56,9 @@ class HintedTeacherConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the teacher's weights.")
     device: str = Field("cpu", description="Torch device of the teacher.")
     threads: int = Field(1, ge=1, description="CPU threads of the teacher's process.")
+    logits: LogitsConfig = Field(
+        default_factory=lambda: LogitsConfig(), description="How long and how much the teacher keeps for the trainer."
+    )
 
     @model_validator(mode="after")
     def _average_in_full_precision(self) -> HintedTeacherConfig:
@@ -64,6 +75,10 @@ class HintedTeacher:
 
     `live` is where the teacher's own weights start, for every kind but `initial`. They are a copy, so that the model
     that is passed may go on training while the teacher answers, and a new version is taken in between two answers only.
+
+    The average of an `ema` teacher is a function of the versions it saw, with no other state. At its first version `v`
+    it is `ema^v` initial weights and for the rest that version's: an average that missed the ones before, never the
+    live policy. After a restart it so lies nearer to the initial policy than one that saw every version.
     """
 
     def __init__(self, initial: PreTrainedModel, live: PreTrainedModel | None, config: HintedTeacherConfig) -> None:
@@ -74,7 +89,6 @@ class HintedTeacher:
         self._initial = initial.eval()
         self._own = None if config.weights == "initial" or live is None else copy.deepcopy(live).eval()
         self._model = initial if self._own is None else self._own
-        self._followed = False
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -82,15 +96,18 @@ class HintedTeacher:
         """Take in the policy's weights of `version`, by parameter name, as the configured kind of teacher does."""
         if self._own is None:
             return
-        # A teacher that joins later than version 1 has no average yet: it starts at what it is given.
-        averages = self.config.weights == "ema" and (self._followed or version == 1)
-        # Versions that it missed count as often as if it had seen them: the average does not depend on its speed.
-        kept = self.config.ema ** max(1, version - self.version) if averages else 0.0
         with self._lock:
+            # A version that does not follow the last one begins another course: the trainer stands at its checkpoint
+            # again. The average begins anew with it, as it would in a teacher that was started there.
+            follows = version > self.version
+            since, base = (self.version, self._own) if follows else (0, self._initial)
+            # Versions that it missed count as often as if it had seen them: the average does not depend on its speed.
+            kept = self.config.ema ** (version - since) if self.config.weights == "ema" else 0.0
+            before = dict(base.named_parameters())
             for name, parameter in self._own.named_parameters():
                 new = tensors[name].to(parameter)
-                parameter.copy_(new.lerp(parameter, kept) if kept else new)
-            self.version, self._followed = version, True
+                parameter.copy_(new.lerp(before[name].to(parameter), kept) if kept else new)
+            self.version = version
 
     @torch.no_grad()
     def aligned_logits(self, contexts: Sequence[HintedContext]) -> tuple[torch.Tensor, list[int]]:

@@ -74,7 +74,10 @@ class SDPOConfig(BaseModel):
 
     alpha: float = Field(0.2, ge=0, description="Weight of the channel; 0 turns it off.")
     teacher: Literal["actor", "inline"] = Field(
-        "actor", description="Where the teacher's logits come from: its own actor over RDMA, or the trainer's process."
+        "actor",
+        description="Where the teacher's logits come from: its own actor over RDMA, or the trainer's process (inline). "
+        "An inline teacher has the initial weights until the first step after a start or resume, and measures no "
+        "hinted accuracy, so that min_hinted_accuracy never skips its channel.",
     )
     loss: SDPOLossConfig = Field(default_factory=lambda: SDPOLossConfig(), description="The divergence.")
     hinted: HintedTeacherConfig = Field(default_factory=lambda: HintedTeacherConfig(), description="The teacher.")
@@ -185,15 +188,16 @@ class Learner:
         """The policy and SDPO channels, which share each micro-batch's forward pass."""
         policy = Channel(1.0, self.optimizer_config.max_grad_norm)
         sdpo = Channel(self.sdpo.alpha, self.sdpo.max_grad_norm)
-        collated = [self._collate(micro.samples) for micro in plan.micro_batches]
-        references = [self._reference(c, self.temperature) if self.policy.kl_beta else None for c in collated]
-        advantages = self._advantages(plan, collated, references)
-        policy_sum = sum(
-            policy_normalizer(
-                c["loss_mask"], self.policy, old_logprobs=c["behaviour_logprobs"], truncated=c["truncated"]
+        with self.spans("trainer/inputs"):
+            collated = [self._collate(micro.samples) for micro in plan.micro_batches]
+            references = [self._reference(c, self.temperature) if self.policy.kl_beta else None for c in collated]
+            advantages = self._advantages(plan, collated, references)
+            policy_sum = sum(
+                policy_normalizer(
+                    c["loss_mask"], self.policy, old_logprobs=c["behaviour_logprobs"], truncated=c["truncated"]
+                )
+                for c in collated
             )
-            for c in collated
-        )
         counts = iter(hinted.row_counts if hinted else [])
         sdpo_sum = float(sum(hinted.row_counts)) if hinted else 0.0
         t = self.taid.t if self.sdpo.loss.kind == "taid" else None
@@ -201,24 +205,25 @@ class Learner:
             with self.spans("trainer/forward"):
                 logits = self._logits(c)
                 logprobs = token_logprobs(logits, c["token_ids"], temperature=self.temperature)
-            old, generator = (
-                (logprobs.detach(), c["behaviour_logprobs"])
-                if self.policy.correction != "none"
-                else (c["behaviour_logprobs"], None)
-            )
-            found = policy_loss(
-                logprobs, old, advantage, c["loss_mask"], self.policy, normalizer=policy_sum,
-                ref_logprobs=ref, generator_logprobs=generator, truncated=c["truncated"],
-            )  # fmt: skip
+                old, generator = (
+                    (logprobs.detach(), c["behaviour_logprobs"])
+                    if self.policy.correction != "none"
+                    else (c["behaviour_logprobs"], None)
+                )
+                found = policy_loss(
+                    logprobs, old, advantage, c["loss_mask"], self.policy, normalizer=policy_sum,
+                    ref_logprobs=ref, generator_logprobs=generator, truncated=c["truncated"],
+                )  # fmt: skip
             rows = [next(counts) for _ in micro.sites] if hinted and not hinted.failure else []
             with self.spans("trainer/backward"):
                 policy.add(found, self.parameters, keep_graph=sum(rows) > 0)
             mismatch.add(*_mismatch(logprobs, c))
             teacher = self._teacher_rows(hinted, sum(rows)) if hinted and sum(rows) else None
             if teacher is not None:
-                student = gather_sites(logits, micro.sites, rows)
-                teacher = teacher.to(student.device)
-                distilled = sdpo_loss(student, teacher, config=self.sdpo.loss, normalizer=sdpo_sum, t=t)
+                with self.spans("trainer/forward"):
+                    student = gather_sites(logits, micro.sites, rows)
+                    teacher = teacher.to(student.device)
+                    distilled = sdpo_loss(student, teacher, config=self.sdpo.loss, normalizer=sdpo_sum, t=t)
                 with self.spans("trainer/backward"):
                     sdpo.add(distilled, self.parameters, keep_graph=False)
         if sdpo.gradient is None or (hinted is not None and hinted.failure):

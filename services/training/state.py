@@ -36,10 +36,15 @@ def save_state(path: Path, learner: Learner, tokenizer: PreTrainedTokenizerBase,
 def load_state(path: Path, learner: Learner) -> int:
     """Continue from `trainer.pt`; returns the step. The policy's weights were loaded when its model was made.
 
+    Moments are continued; settings are those of the learner's configuration, which a resume may have changed.
     ValueError when the optimizer's state has another number of parameters than this model.
     """
     state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
     learner.optimizer.load_state_dict(state["optimizer"])
+    settings = learner.optimizer_config
+    for group in learner.optimizer.param_groups:
+        # It came with the checkpoint's settings. The learning rate is set by each step.
+        group.update(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
     learner.taid.load_state_dict(state["taid"])
     torch.set_rng_state(state["rng"])
     return int(state["step"])

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from actors.generator import GeneratorActor, GeneratorConfig
-from mesh.binding import Binding, NoMember
+from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure
 from mesh.messages import Lease, Rollout, Task
 from services.demo.tokenizer import build_tokenizer
 from services.engines.engine import EngineConfig, GenerationRequest
@@ -48,14 +48,17 @@ class OneRequest:
 class Buffer:
     """Hands out its leases once and keeps what comes back."""
 
-    def __init__(self, leases=0, put_error=None):
+    def __init__(self, leases=0, put_error=None, claim_error=None):
         self.leases = [Lease(f"lease-{n}", Task(f"t{n}", n, n), 0, 60.0) for n in range(leases)]
-        self.put_error, self.abandoned, self.put = put_error, [], []
+        self.put_error, self.claim_error, self.abandoned, self.put = put_error, claim_error, [], []
         self.put_called = asyncio.Event()
 
     async def call(self, endpoint, *args):
         if endpoint.__name__ == "claim":
             await asyncio.sleep(0.001)
+            error, self.claim_error = self.claim_error, None
+            if error:
+                raise error
             leases, self.leases = self.leases, []
             return leases
         if endpoint.__name__ == "abandon":
@@ -70,7 +73,7 @@ class Buffer:
 
 def generator(buffer=None, engine=None, **episode):
     config = GeneratorConfig(episodes=4, episode=EpisodeConfig(**episode))
-    actor = GeneratorActor("generator-0", config, "nowhere", "http://env", EnvironmentConfig(), WeightsConfig())
+    actor = GeneratorActor("generator-0", config, "nowhere", "http://env", EnvironmentConfig(), WeightsConfig(), seed=7)
     if engine is not None:
         actor.engine = EngineLoop(engine, EngineConfig())
         actor.runner = OneRequest(actor.engine)
@@ -144,6 +147,50 @@ def test_a_rollout_that_the_buffer_does_not_take_is_counted_and_the_actor_goes_o
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("call", ["claim", "put"])
+def test_a_buffer_that_answers_that_it_is_broken_ends_the_actor(call):
+    class Finished:
+        async def run(self, lease, greedy=False):
+            return Rollout(lease.rollout_id, lease.task, 0, lease.id, [], [], [], "failed")
+
+    async def scenario():
+        broken = RemoteFailure("rollout_buffer failed: JournalError: cannot write", "JournalError: cannot write")
+        actor = generator(Buffer(1, **{f"{call}_error": broken}), BrokenEngine())
+        actor.runner = Finished()
+        assert await run_to_its_end(actor) == "RemoteFailure: rollout_buffer failed: JournalError: cannot write"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [NoMember("away"), CallTimeout("away"), MemberDied("away")])
+def test_a_buffer_that_is_away_is_asked_again(error):
+    async def scenario():
+        buffer = Buffer(leases=1, claim_error=error)
+        actor = generator(buffer, BrokenEngine())
+        running = asyncio.create_task(run_to_its_end(actor))
+        assert "out of memory" in await running  # the second claim brought the lease that breaks the engine
+        assert actor.trouble == "claim: away"
+
+    asyncio.run(scenario())
+
+
+def test_a_rollout_waits_for_its_reward_as_long_as_the_reward_functions_may_take():
+    class Rewarder:
+        async def call_within(self, limit_s, endpoint, rollout):
+            self.asked = (limit_s, endpoint.__name__)
+            return rollout
+
+    async def scenario():
+        actor = GeneratorActor(
+            "g", GeneratorConfig(), "nowhere", "http://env", EnvironmentConfig(), WeightsConfig(), 7, 250.0
+        )
+        rewarder = actor.bindings["rewarder"] = Rewarder()
+        await actor._score(Rollout("t/0", Task("t", 0, 0), 0, "0.0", [], [], [], "finished"))
+        assert rewarder.asked == (250.0, "score")
+
+    asyncio.run(scenario())
+
+
 def test_leases_of_unfinished_episodes_go_back_when_the_actor_is_told_to_finish():
     class Endless:
         def __init__(self):
@@ -162,6 +209,22 @@ def test_leases_of_unfinished_episodes_go_back_when_the_actor_is_told_to_finish(
         actor.finishing.set()
         assert await running is None
         assert sorted(buffer.abandoned) == ["lease-0", "lease-1"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("engine_seed", "used"), [(None, 7), (3, 3), (0, 0)])
+def test_sampling_follows_the_run_s_seed_unless_the_engine_has_one(monkeypatch, engine_seed, used):
+    for loader in ("load_tokenizer", "load_model"):
+        monkeypatch.setattr(f"actors.generator.{loader}", lambda *_: build_tokenizer())
+    monkeypatch.setattr("actors.generator.TransformersEngine", lambda *_: BrokenEngine())
+    config = GeneratorConfig(engine=EngineConfig(seed=engine_seed))
+
+    async def scenario():
+        actor = GeneratorActor("g", config, "nowhere", "http://env", EnvironmentConfig(), WeightsConfig(), 7)
+        await actor.setup()
+        assert actor.runner.seed == used
+        await actor.teardown()
 
     asyncio.run(scenario())
 

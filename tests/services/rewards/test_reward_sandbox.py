@@ -287,3 +287,18 @@ def test_a_killed_parent_leaves_no_process_even_while_a_function_loops(name, tim
         assert all(running(pid) for pid in pids)
         parent.send_signal(signal.SIGKILL)
     assert wait_until_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "concurrent", "limit_s"),
+    [
+        (RewardConfig(), 64, 60.0),
+        (config("tokens", timeout_s=0.1, start_timeout_s=1.0), 8, 60.0),
+        (config("tokens", timeout_s=90.0, start_timeout_s=60.0), 0, 150.0),
+        (config("tokens", timeout_s=5.0, start_timeout_s=60.0, workers=2), 64, 5.0 * 33 + 60.0),
+        (config("tokens", "half", timeout_s=5.0, start_timeout_s=60.0, workers=2), 64, 10.0 * 33 + 60.0),
+        (config("tokens", timeout_s=5.0, start_timeout_s=60.0, workers=2, on_failure="retry"), 64, 10.0 * 33 + 60.0),
+    ],
+)
+def test_a_caller_waits_for_the_queue_in_front_of_the_functions_too(settings, concurrent, limit_s):
+    assert settings.limit_s(concurrent) == limit_s

@@ -216,10 +216,11 @@ def test_replays_are_lent_again_a_limited_number_of_times(tmp_path):
     assert buffer.delayed(heard(lease.rollout_id))  # late, and paid for: still welcome
 
 
-def test_every_rollout_is_replayed_when_configured_within_the_queue(tmp_path):
-    buffer = opened(tmp_path, replay_which="all", replay_queue=3)
+def test_the_oldest_rollouts_leave_a_full_queue_for_teachers(tmp_path):
+    buffer = opened(tmp_path, replay_queue=3)
     leases = buffer.claim("g", 0, 4)
-    fill(buffer, leases)
+    for lease in leases:
+        buffer.put(rollout(lease, error=True))
     assert [r.id for r in buffer.to_replay(10)] == [lease.rollout_id for lease in leases[1:]]
     assert buffer.accounts()["counts"]["replay_overflow"] == 1
 

@@ -196,3 +196,53 @@ def test_leases_of_a_group_that_is_given_up_end_with_it(tmp_path):
     accounts = buffer.accounts()
     assert accounts["dropped"] == {"incomplete": 1}
     assert accounts["leases"] == {}
+
+
+def fail_all(buffer, leases):
+    for lease in leases:
+        nothing = rollout(lease, status="truncated")
+        nothing.sequences, nothing.turns, nothing.reason = [], [], "reached max_tokens 400"
+        assert buffer.put(nothing)
+
+
+def test_no_new_task_is_begun_after_many_without_any_rollout_and_the_reasons_are_named(tmp_path):
+    buffer = opened(tmp_path, max_staleness=9, max_attempts=1)
+    for _ in range(8):
+        assert buffer.starved() is None
+        fail_all(buffer, buffer.claim("g", 0, 1))
+    assert buffer.claim("g", 0, 1) == []
+    assert buffer.accounts()["dropped"] == {"incomplete": 8}
+    why = "failed: truncated without a sampled token: reached max_tokens 400 (8 times)"
+    assert why in buffer.starved()
+    buffer.close()
+    again = opened(tmp_path, max_staleness=9, max_attempts=1)  # a restart changes nothing: it would fail again
+    assert again.claim("g", 0, 1) == []
+    again.save(tmp_path / "saved", 0)
+    again.close()
+    again = opened(tmp_path, max_staleness=9, max_attempts=1)
+    assert again.starved()
+    again.rewind(0)  # the trainer of a resumed run does that
+    assert again.starved() is None
+    assert len(again.claim("g", 0, 1)) == 1
+
+
+def test_work_begun_goes_on_and_one_rollout_brings_new_tasks(tmp_path):
+    buffer = opened(tmp_path, max_staleness=9, max_attempts=2)
+    begun, other = buffer.claim("g", 0, 2)
+    for _ in range(16):
+        fail_all(buffer, buffer.claim("g", 0, 1))
+    assert buffer.starved()
+    buffer.abandon([other.id], "changed my mind")
+    assert [lease.rollout_id for lease in buffer.claim("g", 0, 2)] == [other.rollout_id]
+    assert buffer.put(rollout(begun))
+    assert buffer.starved() is None
+    assert buffer.claim("g", 0, 1)
+
+
+def test_more_groups_per_batch_are_given_more_tasks_to_fail(tmp_path):
+    buffer = opened(tmp_path, max_staleness=99, max_attempts=1, groups_per_batch=3)
+    for _ in range(11):
+        fail_all(buffer, buffer.claim("g", 0, 1))
+    assert buffer.starved() is None
+    fail_all(buffer, buffer.claim("g", 0, 1))
+    assert buffer.starved()

@@ -45,7 +45,6 @@ class BufferMachine(RuleBasedStateMachine):
             "min_group_size": 1 if incomplete == "ship" else 2,
             "max_attempts": 2,
             "total_batches": total,
-            "replay_which": "all",
             "replay_lease_s": 7.0,
             "keep_saves": 2,
         }
@@ -75,7 +74,7 @@ class BufferMachine(RuleBasedStateMachine):
         lease, version = data.draw(st.sampled_from(self.leases), label="lease")
         newest = self.frontier if fresh else version  # weights changed while the episode ran
         status = data.draw(st.sampled_from(["finished", "finished", "truncated", "failed"]), label="status")
-        made = rollout(lease, min(version, newest), reward, newest=newest, status=status)
+        made = rollout(lease, min(version, newest), reward, newest=newest, status=status, error=True)
         before = self.buffer.accounts()["counts"].get("put", 0)
         accepted = self.buffer.put(made)
         assert self.buffer.accounts()["counts"].get("put", 0) - before == (accepted and status != "failed")
@@ -90,7 +89,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.leases.append((lease, version))
             if leave_out and number % 4 == leave_out:
                 continue
-            made = rollout(lease, version, member_reward if lease.member else 1.0)
+            made = rollout(lease, version, member_reward if lease.member else 1.0, error=True)
             assert self.buffer.put(made)
             self.put.append(made)
 

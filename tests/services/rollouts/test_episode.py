@@ -11,7 +11,7 @@ from mesh.messages import Group, Lease, Task, VersionSpan
 from services.demo.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from services.engines.engine import EngineError, Generation
 from services.environments.client import EnvironmentFailure, Observation
-from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
+from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease, turn_seed
 from services.rollouts.samples import flatten, hinted_contexts
 from services.rollouts.validation import malformed
 
@@ -122,7 +122,7 @@ def played(*script, tok=TOK, environment=None, greedy=False, **settings):
 
 
 def runner(engine, environment=None, tok=TOK, **settings):
-    return EpisodeRunner(tok, engine.generate, environment or LocalEnvironment(), EpisodeConfig(**settings), "g-0")
+    return EpisodeRunner(tok, engine.generate, environment or LocalEnvironment(), EpisodeConfig(**settings), "g-0", 5)
 
 
 def texts(rollout):
@@ -190,6 +190,21 @@ def test_the_system_prompt_stands_before_the_query():
     rollout, engine = played("ans", system_prompt="be brief")
     assert [m["role"] for m in rollout.messages] == ["system", "user", "assistant", "tool"]
     assert engine.requests[0].prompt_ids == rendered(rollout.messages[:2])
+
+
+def test_what_is_sampled_depends_on_run_lease_and_turn_alone():
+    async def seeds(run_seed, name, generator):
+        engine = ScriptedEngine(**{name: ["add", "ans"]})
+        player = EpisodeRunner(TOK, engine.generate, LocalEnvironment(), EpisodeConfig(), generator, run_seed)
+        await player.run(lease(name))
+        return [request.seed for request in engine.requests]
+
+    first = asyncio.run(seeds(5, "a", "g-0"))
+    assert first == [turn_seed(5, "a", 0), turn_seed(5, "a", 1)]
+    assert first == asyncio.run(seeds(5, "a", "g-1"))
+    others = asyncio.run(seeds(6, "a", "g-0")) + asyncio.run(seeds(5, "b", "g-0"))
+    assert len({*first, *others}) == 6
+    assert asyncio.run(seeds(None, "a", "g-0")) == [None, None]
 
 
 def test_requests_carry_the_sampling_settings_and_ids_of_their_own():

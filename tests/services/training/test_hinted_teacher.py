@@ -165,15 +165,41 @@ def test_ema_counts_the_versions_that_it_missed():
     torch.testing.assert_close(slow.aligned_logits(asked)[0], every.aligned_logits(asked)[0], rtol=1e-3, atol=1e-5)
 
 
-def test_a_teacher_that_joins_late_starts_at_what_it_is_given():
+def averaged(shares: Mapping[Any, float]) -> Any:
+    """A model whose parameters are the weighted sum of these models'."""
+    made = copy.deepcopy(next(iter(shares)))
+    with torch.no_grad():
+        for parameter, *parts in zip(made.parameters(), *(model.parameters() for model in shares), strict=True):
+            parameter.copy_(sum(share * part for share, part in zip(shares.values(), parts, strict=True)))
+    return made
+
+
+def test_an_average_that_starts_late_keeps_its_share_of_the_initial_weights():
     initial, policy, asked = tiny_model(), tiny_model(seed=1), contexts((5, 3))
     late = teacher(initial, initial, weights="ema", ema=0.99)
     late.follow(40, parameters(policy))
-    torch.testing.assert_close(late.aligned_logits(asked)[0], rows_by_hand(policy, asked[0]), rtol=1e-4, atol=1e-5)
-    late.follow(41, parameters(initial))  # from here on it averages
-    moved = late.aligned_logits(asked)[0] - rows_by_hand(policy, asked[0])
-    whole = rows_by_hand(initial, asked[0]) - rows_by_hand(policy, asked[0])
-    assert 0 < moved.norm() < 0.1 * whole.norm()
+    kept = 0.99**40
+    assert kept == pytest.approx(0.669, abs=1e-3)
+    expected = averaged({initial: kept, policy: 1 - kept})
+    rows, _ = late.aligned_logits(asked)
+    torch.testing.assert_close(rows, rows_by_hand(expected, asked[0]), rtol=1e-4, atol=1e-5)
+    late.follow(41, parameters(policy))
+    expected = averaged({initial: 0.99**41, policy: 1 - 0.99**41})
+    rows, _ = late.aligned_logits(asked)
+    torch.testing.assert_close(rows, rows_by_hand(expected, asked[0]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", [0, 3, 5])
+def test_an_average_whose_trainer_went_back_is_that_of_a_teacher_started_there(version):
+    initial, abandoned, policy, asked = tiny_model(), tiny_model(seed=1), tiny_model(seed=2), contexts((5, 3))
+    went_back, started = (teacher(initial, initial, weights="ema", ema=0.8) for _ in range(2))
+    went_back.follow(1, parameters(abandoned))
+    went_back.follow(5, parameters(abandoned))
+    for each in (went_back, started):
+        each.follow(version, parameters(policy))
+        assert each.version == version
+    assert torch.equal(went_back.aligned_logits(asked)[0], started.aligned_logits(asked)[0])
+    assert not torch.allclose(started.aligned_logits(asked)[0], rows_by_hand(policy, asked[0]), atol=1e-3)
 
 
 @pytest.mark.parametrize("trust", [0.0, 0.3, 1.0])

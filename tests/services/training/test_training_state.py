@@ -23,11 +23,11 @@ from services.training.state import load_state, save_state
 SHAPE = TinyModelConfig(hidden_size=32, intermediate_size=48, layers=2, heads=1, head_dim=32)
 
 
-def make_learner(model: Any) -> Learner:
+def make_learner(model: Any, **optimizer: Any) -> Learner:
     """All channels on, with every piece of state that a step leaves behind."""
     return Learner(
         model, build_model(SHAPE, 0), encode, EOS, steps=6, temperature=1.0, max_tokens=200,
-        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, weight_decay=0.01),
+        optimizer=OptimizerConfig(**{"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.01, **optimizer}),
         policy=PolicyConfig(objective="dapo"),
         sdpo=SDPOConfig(alpha=0.2, loss=SDPOLossConfig(kind="taid")),
         replay=ReplayConfig(beta=0.1, loss=PreferenceConfig(objective="dpo", nll_weight=0.1)),
@@ -69,6 +69,19 @@ def test_a_resume_without_the_optimizers_state_would_differ(tmp_path):
     fresh = make_learner(AutoModelForCausalLM.from_pretrained(tmp_path / "policy"))
     train(fresh, range(3, 4))
     assert not torch.equal(weights(fresh), weights(through))
+
+
+def test_a_resume_continues_with_the_settings_of_its_own_configuration(tmp_path):
+    learner = make_learner(build_model(SHAPE, 0))
+    train(learner, range(1))
+    save_state(tmp_path, learner, build_tokenizer(), 1)
+    resumed = make_learner(build_model(SHAPE, 0), betas=(0.5, 0.6), eps=1e-4, weight_decay=0.3)
+    load_state(tmp_path, resumed)
+    for settings in resumed.optimizer.param_groups:
+        assert (settings["betas"], settings["eps"], settings["weight_decay"]) == ((0.5, 0.6), 1e-4, 0.3)
+    moments = [state["exp_avg"] for state in learner.optimizer.state_dict()["state"].values()]
+    loaded = [state["exp_avg"] for state in resumed.optimizer.state_dict()["state"].values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, loaded, strict=True))
 
 
 def test_the_saved_policy_is_a_model_folder_with_its_chat_template(tmp_path):
