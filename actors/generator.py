@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.weights_follower import WeightsFollower
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import BindingError, CallTimeout, MemberDied, NoMember
+from mesh.binding import NO_ANSWER, BindingError
 from mesh.messages import Lease, Rollout, Task
 from services.engines.engine import EngineConfig, EngineError, WeightsError
 from services.engines.loop import EngineLoop
@@ -34,7 +34,6 @@ from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_l
 from services.weights.region import RegionError
 from services.weights.snapshots import VersionGone, WeightsConfig
 
-NO_ANSWER = (NoMember, CallTimeout, MemberDied)
 GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
 

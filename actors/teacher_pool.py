@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import CallTimeout, MemberDied, NoMember
+from mesh.binding import NO_ANSWER
 from mesh.messages import DelayedReward, Rollout, TraceState
 from services.teachers.budget import Budget
 from services.teachers.client import ChatClient
@@ -24,7 +24,6 @@ from services.teachers.pairs import extract_preference_pairs
 from services.teachers.replay import replay_trace
 from services.teachers.rollout_states import attach_exact_ids, replay_states
 
-NO_ANSWER = (NoMember, CallTimeout, MemberDied)
 ROLLOUTS_AT_ONCE = 16
 ASK_LIMIT_S = 50.0  # below the contract of `ask`, so that a silent teacher is named and the others' answers arrive
 

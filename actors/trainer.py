@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from actors.remote_rows import RemoteRows
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import BindingError, CallTimeout, MemberDied, NoMember
+from mesh.binding import NO_ANSWER, BindingError
 from mesh.messages import LogitsRef, TrainBatch, WeightsRef
 from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
@@ -201,7 +201,7 @@ class TrainerActor(MeshActor):
                 await self._publish()
             try:
                 batch = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.take, batch_id, 2.0)
-            except (NoMember, CallTimeout, MemberDied) as error:
+            except NO_ANSWER as error:
                 # A dead buffer comes back from its journal with the same batches. One that refuses (RemoteFailure)
                 # would for ever: that ends this trainer, and the next one and the buffer agree on a step again.
                 self.trouble = f"take: {error}"

@@ -89,6 +89,9 @@ class RoleTable:
     implementation: str = ""
 
 
+NO_ANSWER = (NoMember, CallTimeout, MemberDied)  # what passes when the role is played again; RemoteFailure does not
+
+
 @dataclass(slots=True)
 class CallCounts:
     """What this holder saw of one role."""

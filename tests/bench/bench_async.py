@@ -31,7 +31,9 @@ def rate(root: Path, name: str, steps: int, settings: list[str]) -> tuple[float,
         raise SystemExit(f"{name} failed:\n{done.stdout}{done.stderr}")
     rows = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()][WARM:]
     trained = sum(row["rollouts"] for row in rows[1:])
-    return trained / (rows[-1]["time"] - rows[0]["time"]), statistics.fmean(row["idle/generator"] for row in rows)
+    return trained / (rows[-1]["time"] - rows[0]["time"]), statistics.fmean(
+        row["idle/generator"] for row in rows if "idle/generator" in row
+    )
 
 
 def main() -> None:
