@@ -37,7 +37,15 @@ from services.models import load_model, load_tokenizer
 from services.runs.checkpoints import Checkpoints
 from services.telemetry.spans import Spans
 from services.training.hinted import HintedTeacher
-from services.training.learner import Hinted, Learner, OptimizerConfig, ReplayConfig, SDPOConfig, StepPlan
+from services.training.learner import (
+    Hinted,
+    Learner,
+    OptimizerConfig,
+    ReplayConfig,
+    SDPOConfig,
+    StepPlan,
+    needs_reference,
+)
 from services.training.report import describe_batch
 from services.training.state import load_state, save_state
 from services.weights.snapshots import SnapshotPublisher, WeightsConfig
@@ -114,12 +122,14 @@ class TrainerActor(MeshActor):
         latest = self.checkpoints.latest()
         path = str(latest.path / "policy") if latest else self.model_path
         model = load_model(path, "float32", self.config.device)
-        initial = load_model(self.model_path, "float32", self.config.device)
-        encode = self._encode
+        inline = self.sdpo.teacher == "inline" and self.sdpo.alpha > 0
+        initial = None
+        if inline or needs_reference(self.policy, self.replay):
+            initial = load_model(self.model_path, "float32", self.config.device)
         self.learner = Learner(
             model,
             initial,
-            encode,
+            self._encode,
             self.tokenizer.eos_token_id,
             steps=self.config.steps,
             optimizer=self.config.optimizer,
@@ -131,9 +141,7 @@ class TrainerActor(MeshActor):
             spans=self.spans,
             advantage_scaling=self.advantage_scaling,
         )
-        self.inline = None
-        if self.sdpo.teacher == "inline" and self.sdpo.alpha:
-            self.inline = HintedTeacher(initial, initial, self.sdpo.hinted)
+        self.inline = HintedTeacher(initial, initial, self.sdpo.hinted) if inline and initial is not None else None
         if latest:
             self.step_n = load_state(latest.path, self.learner)
 

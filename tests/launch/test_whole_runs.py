@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from launch_runs import LiveRun, accounts, metrics, milkweed, nothing_left, settings
+from launch_runs import LiveRun, accounts, listening_beyond_this_host, metrics, milkweed, nothing_left, settings
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -141,6 +141,8 @@ def test_a_live_run_shows_its_status_and_stops_on_request_and_resumes(tmp_path):
         assert time.monotonic() - began < 30
         assert "run stopped: running" in shown.stdout
         assert "generator-1" in shown.stdout
+        assert (run.path / "mesh.ref").stat().st_mode & 0o777 == 0o600
+        assert listening_beyond_this_host(run.path) == []
         stopped = milkweed("stop", run.path)
         assert stopped.returncode == 0, stopped.stderr
         code, output = run.end()
