@@ -27,6 +27,7 @@ class RewarderActor(MeshActor):
         self.sandbox = RewardSandbox(config)
         self.scored = 0
         self.unscorable = 0
+        self.trouble = ""
 
     async def setup(self) -> None:
         await self.sandbox.start()
@@ -38,12 +39,14 @@ class RewarderActor(MeshActor):
         await self.sandbox.close()
 
     def figures(self) -> dict[str, Any]:
-        return {"scored": self.scored, "unscorable": self.unscorable}
+        return {"scored": self.scored, "unscorable": self.unscorable, "trouble": self.trouble}
 
     @concurrent_endpoint
     async def score(self, rollout: Rollout) -> Rollout:
         with self.busy:
             scored = await self.sandbox.score(rollout)
         self.scored += 1
-        self.unscorable += scored.reward is None
+        if scored.reward is None:
+            self.unscorable += 1
+            self.trouble = scored.reason
         return scored

@@ -6,14 +6,18 @@ import argparse
 import asyncio
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.runs.checkpoints import Checkpoints
 from services.runs.folder import RunFolder, find_run
 from services.runs.lock import holder
+from services.teachers.config import missing_api_keys
 
 if TYPE_CHECKING:
     from launch.config import Config
@@ -29,15 +33,14 @@ class Refused(Exception):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse, do, and end the process with the command's exit status."""
+    # Until the driver takes over: a KeyboardInterrupt in the middle of an import would leave a half-imported package.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     arguments = _parser().parse_args(argv)
     try:
         status = arguments.do(arguments)
-    except (Refused, ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
+    except (Refused, ValueError, OSError) as error:
         print(f"milkweed: {error}", file=sys.stderr)
         status = 2
-    except KeyboardInterrupt:
-        print("milkweed: interrupted", file=sys.stderr)
-        status = 130
     sys.stdout.flush()
     sys.stderr.flush()
     # Monarch's exit handlers wait for meshes that are stopped already.
@@ -99,22 +102,35 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     run = find_run(arguments.run, arguments.root)
     config = validated(run.read_config(), str(run.config), arguments.set)
+    latest = Checkpoints(run.checkpoints).latest()
+    if latest is not None and latest.step >= config.trainer.steps:
+        raise Refused(
+            f"run {run.name} is done: it stands at step {latest.step} of {config.trainer.steps}; to go on, "
+            f"set more steps, e.g. --set trainer.steps={2 * latest.step}"
+        )
     return _drive(config, run, initial_model(config))
 
 
 def _drive(config: Config, run: RunFolder, model: Path) -> int:
     from launch.driver import RunFailed, drive
 
+    held = holder(run.lock)
+    if held is not None:
+        raise Refused(f"run {run.name} is live (pid {held['pid']} on {held['host']}): stop it first, or let it go on")
+    if config.replay.beta and config.teachers.backend == "http":
+        missing = missing_api_keys(config.teachers.pool.teachers)
+        if missing:
+            raise Refused(f"teachers need keys that are not set: export {', '.join(missing)}, or set replay.beta = 0")
     print(f"run {run.name} in {run.path}", flush=True)
     began = time.monotonic()
     try:
         summary = asyncio.run(drive(config, run, model))
     except (RunFailed, RuntimeError) as error:
         print(f"milkweed: run {run.name} failed: {error}", file=sys.stderr)
-        print(f"milkweed: logs are in {run.logs}; go on with `milkweed resume {run.name}`", file=sys.stderr)
+        print(f"milkweed: logs are in {run.logs}; go on with `milkweed resume {run.path}`", file=sys.stderr)
         return 1
     except asyncio.CancelledError:
-        print(f"milkweed: run {run.name} was ended at once; go on with `milkweed resume {run.name}`", file=sys.stderr)
+        print(f"milkweed: run {run.name} was ended at once; go on with `milkweed resume {run.path}`", file=sys.stderr)
         return 130
     _print_summary(run, summary, time.monotonic() - began)
     return 0
@@ -130,6 +146,8 @@ def _print_summary(run: RunFolder, summary: Summary, seconds: float) -> None:
         print(f"held-out reward: {summary.held_out_reward:.3f}")
     if summary.accounts:
         print(f"tasks: {describe_accounts(summary.accounts)}")
+    for name, trouble in summary.troubles.items():
+        print(f"last trouble of {name}: {' '.join(trouble.split())[:300]}")
     if summary.policy:
         print(f"trained model: {summary.policy}")
     if summary.outcome == "stopped":
@@ -160,7 +178,7 @@ def _status(arguments: argparse.Namespace) -> int:
     if shown.get("reward") is not None:
         print(f"mean reward of the last 5 steps: {shown['reward']:.3f}")
     if state == "dead":
-        print(f"its driver (pid {shown['driver_pid']}) is gone: go on with `milkweed resume {run.name}`")
+        print(f"its driver (pid {shown['driver_pid']}) is gone: go on with `milkweed resume {run.path}`")
     if shown.get("reason"):
         print(f"reason: {shown['reason']}")
     if live:
@@ -182,11 +200,16 @@ def _stop(arguments: argparse.Namespace) -> int:
     from launch.remote import command
 
     run = find_run(arguments.run, arguments.root)
-    print(asyncio.run(command(run, "stop")), flush=True)
+    held = holder(run.lock)
+    if held is not None and not run.mesh_ref.exists() and held["host"] == socket.gethostname():
+        os.kill(held["pid"], signal.SIGTERM)  # it starts and cannot be reached yet
+        print("stopping it while it starts", flush=True)
+    else:
+        print(asyncio.run(command(run, "stop")), flush=True)
     until = time.monotonic() + 180.0
     while time.monotonic() < until:
         if run.read_status().get("state") in ENDED and holder(run.lock) is None:
-            print(f"run {run.name} has ended; go on with `milkweed resume {run.name}`")
+            print(f"run {run.name} has ended; go on with `milkweed resume {run.path}`")
             return 0
         time.sleep(0.2)
     raise Refused(f"run {run.name} did not end within 180 s: see {run.logs / 'driver.log'}")

@@ -25,6 +25,7 @@ from services.rollouts.buffer import BufferConfig
 from services.training.learner import ReplayConfig, SDPOConfig
 from services.weights.snapshots import WeightsConfig
 
+DEMO_LENGTH = 400  # tokens that the demo's model is asked to handle where nothing else is set
 PRESETS = Path(__file__).parent / "presets"
 
 
@@ -78,6 +79,8 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         episode, engine = self.generator.episode, self.generator.engine
+        if self.model.path is None and "max_length" not in engine.model_fields_set:
+            engine.max_length = DEMO_LENGTH
         if self.generator.episodes > self.environment.max_sessions:
             raise ValueError(
                 f"generator.episodes {self.generator.episodes} exceeds environment.max_sessions "
@@ -144,7 +147,7 @@ def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Confi
         raise ConfigError(f"cannot read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    return validated(data, str(path), settings)
+    return validated(data, " and ".join([str(path), *(f"--set {setting}" for setting in settings)]), settings)
 
 
 def validated(data: dict[str, Any], source: str = "the configuration", settings: Sequence[str] = ()) -> Config:

@@ -16,6 +16,7 @@ import contextlib
 import os
 import signal
 import time
+import traceback
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -60,6 +61,7 @@ class Summary:
     accounts: dict[str, Any] = field(default_factory=dict)
     held_out_reward: float | None = None
     policy: str | None = None  # folder of the newest checkpoint's policy
+    troubles: dict[str, str] = field(default_factory=dict)  # the last one of each member that had any
 
 
 class Driver:
@@ -93,20 +95,29 @@ class Driver:
         """The whole run. RunFailed with one sentence when it could not start or a role kept dying."""
         began = time.monotonic()
         with RunLock(self.run.lock):
-            self.run.write_config(self.config.resolved())
+            if not self.run.config.exists():
+                self.run.write_config(self.config.resolved())
             latest = self.checkpoints.latest()
             self.record.open(latest.step if latest else 0)
             self._handle_signals()
             try:
                 await self._unless_stopped(self._place())
+                # Only now: settings of a resume that cannot start must not stay behind.
+                self.run.write_config(self.config.resolved())
                 await self._unless_stopped(self._loops())
                 return await self._end(began)
             except (EnvironmentFailure, ServerFailure, StartFailed, RoleKeepsDying) as error:
                 self.say(str(error))
-                # Before everything is stopped: a trainer that lives has steps that no checkpoint holds yet.
-                await self.supervisor.finish("trainer")
+                if self.bindings["rollout_buffer"].bound:
+                    # Before everything is stopped: a trainer that lives has steps that no checkpoint holds yet, and it
+                    # saves them together with the buffer.
+                    await self.supervisor.finish("trainer")
                 self._write_status("failed", reason=str(error))
                 raise RunFailed(str(error)) from None
+            except Exception as error:
+                self.say(traceback.format_exc())
+                self._write_status("failed", reason=f"{type(error).__name__}: {error}")
+                raise RunFailed(f"a defect of Milkweed ({type(error).__name__}: {error}); see driver.log") from error
             finally:
                 await self._release()
 
@@ -158,7 +169,8 @@ class Driver:
     async def _read_reports(self, wait_s: float) -> None:
         try:
             known = (self.record.life, self.record.step - 1)
-            self.record.add(await self.bindings["trainer"].call(roles.Trainer.reports, *known, wait_s))
+            reports = self.bindings["trainer"].call_within(wait_s + 5.0, roles.Trainer.reports, *known, wait_s)
+            self.record.add(await reports)
         except BindingError as error:
             self.say(f"no report: {error}")
 
@@ -240,6 +252,7 @@ class Driver:
             accounts,
             held_out,
             str(latest.path / "policy") if latest else None,
+            {name: health["trouble"] for name, health in self.supervisor.health.items() if health.get("trouble")},
         )
         self._write_status(outcome, summary=asdict(summary))
         return summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from mesh.directory import load_reference
@@ -19,7 +20,11 @@ async def view(run: RunFolder) -> dict[str, Any] | None:
     if not run.mesh_ref.exists():
         return None
     install_fault_hook(lambda text: None)  # a run that has just died is the answer None, not this process's end
-    directory = load_reference(run.mesh_ref)
+    try:
+        directory = load_reference(run.mesh_ref)
+    except (ValueError, PermissionError) as error:
+        print(f"milkweed: {error}", file=sys.stderr)  # what the run wrote into its folder can be shown all the same
+        return None
     try:
         return await asyncio.wait_for(directory.view.call_one(), 5.0)
     except Exception:  # Monarch's many kinds of "nobody is there"

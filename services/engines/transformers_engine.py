@@ -299,7 +299,9 @@ def _check_attention(config: Any, max_length: int) -> None:
         )
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and max_length > limit:
-        raise ValueError(f"max_length is {max_length}, but the model knows {limit} positions; lower max_length")
+        raise ValueError(
+            f"max_length is {max_length}, but the model knows {limit} positions; lower generator.engine.max_length"
+        )
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     if window and window >= max_length:

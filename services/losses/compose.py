@@ -91,13 +91,13 @@ def compose(
 ) -> LossComponents:
     """`total = policy + alpha_sdpo * sdpo + beta_replay * replay`, without the terms that are None or weigh 0.
 
-    Raises ValueError for a negative weight.
+    Raises ValueError for a weight that is negative or not finite.
     """
     total = policy.loss
     metrics = {f"policy/{name}": value for name, value in policy.metrics.items()}
     values = {}
     for name, result, weight in (("sdpo", sdpo, alpha_sdpo), ("replay", replay, beta_replay)):
-        if weight < 0:
+        if not 0 <= weight < float("inf"):
             raise ValueError(f"the weight of channel {name} is {weight}: it must be 0 (off) or positive")
         values[name] = torch.zeros_like(policy.loss.detach())
         if result is not None and weight > 0:

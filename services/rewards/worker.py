@@ -52,7 +52,8 @@ def call(function: RewardFunction, rollout: Rollout) -> dict[str, Any]:
     """The reply for one call: the value as a finite float, or why there is none."""
     try:
         value = function(rollout)
-        number = float(value) if isinstance(value, numbers.Real) else None
+        plain = value.item() if hasattr(value, "item") else value  # a numpy or torch scalar
+        number = float(plain) if isinstance(plain, numbers.Real) else None
     except (Exception, SystemExit) as error:  # anything that user code raises is its failure, not ours
         return {"error": f"raised {type(error).__name__}: {error}"}
     if number is None:

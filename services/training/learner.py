@@ -49,7 +49,7 @@ Tensors = dict[str, torch.Tensor]  # as `services.rollouts.collate.collate` make
 class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    lr: float = Field(5e-4, gt=0, description="Peak learning rate of AdamW.")
+    lr: float = Field(5e-4, gt=0, allow_inf_nan=False, description="Peak learning rate of AdamW.")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's moment decays.")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")

@@ -243,7 +243,7 @@ def test_bad_input_gets_one_sentence_and_a_nonzero_exit(arguments, sentence):
     [
         ("[environment]\nurl = 'http://127.0.0.1:9'", "environment http://127.0.0.1:9 failed"),
         ("[[rewarder.reward.functions]]\npath = 'no.such:thing'", "no.such"),
-        ("[generator.engine]\nmax_length = 2048", "the model knows 512 positions; lower max_length"),
+        ("[generator.engine]\nmax_length = 2048", "the model knows 512 positions; lower generator.engine.max_length"),
     ],
 )
 def test_what_cannot_start_ends_the_run_with_the_reason_and_leaves_nothing(tmp_path, section, sentence):
