@@ -92,6 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     model = initial_model(config)
+    _check_keys(config)
     run = RunFolder(config.run.root, config.run.name)
     return _drive(config, run, model)
 
@@ -102,6 +103,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     run = find_run(arguments.run, arguments.root)
     config = validated(run.read_config(), str(run.config), arguments.set)
+    _check_keys(config)
     latest = Checkpoints(run.checkpoints).latest()
     if latest is not None and latest.step >= config.trainer.steps:
         raise Refused(
@@ -111,16 +113,20 @@ def _resume(arguments: argparse.Namespace) -> int:
     return _drive(config, run, initial_model(config))
 
 
+def _check_keys(config: Config) -> None:
+    """Refuse teachers whose keys are not there: every call would fail, and the run would train without them."""
+    if config.replay.beta and config.teachers.backend == "http":
+        missing = missing_api_keys(config.teachers.pool.teachers)
+        if missing:
+            raise Refused(f"teachers need keys that are not set: export {', '.join(missing)}, or set replay.beta = 0")
+
+
 def _drive(config: Config, run: RunFolder, model: Path) -> int:
     from launch.driver import RunFailed, drive
 
     held = holder(run.lock)
     if held is not None:
         raise Refused(f"run {run.name} is live (pid {held['pid']} on {held['host']}): stop it first, or let it go on")
-    if config.replay.beta and config.teachers.backend == "http":
-        missing = missing_api_keys(config.teachers.pool.teachers)
-        if missing:
-            raise Refused(f"teachers need keys that are not set: export {', '.join(missing)}, or set replay.beta = 0")
     print(f"run {run.name} in {run.path}", flush=True)
     began = time.monotonic()
     try:

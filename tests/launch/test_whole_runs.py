@@ -8,7 +8,16 @@ import sys
 import time
 
 import pytest
-from launch_runs import LiveRun, accounts, listening_beyond_this_host, metrics, milkweed, nothing_left, settings
+from launch_runs import (
+    ENVIRONMENT,
+    LiveRun,
+    accounts,
+    listening_beyond_this_host,
+    metrics,
+    milkweed,
+    nothing_left,
+    settings,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -257,6 +266,22 @@ def test_what_cannot_start_ends_the_run_with_the_reason_and_leaves_nothing(tmp_p
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert nothing_left(tmp_path / "broken")
+
+
+def test_a_finished_run_is_not_started_again_and_keeps_its_state(finished):
+    path, _ = finished
+    done = milkweed("resume", path)
+    assert done.returncode == 2
+    assert "is done: it stands at step 4 of 4" in done.stderr
+    assert "whole: finished" in milkweed("status", path).stdout
+
+
+def test_teachers_without_their_keys_are_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.delitem(ENVIRONMENT, "OPENROUTER_API_KEY", raising=False)
+    done = milkweed("run", *settings(tmp_path, "keyless", "teachers.backend=http"))
+    assert done.returncode == 2
+    assert "OPENROUTER_API_KEY" in done.stderr
+    assert not (tmp_path / "keyless").exists()
 
 
 def test_a_name_that_was_used_is_refused(finished):
