@@ -45,6 +45,7 @@ class MetricsWriter:
                 f"{self.path} has lines already: pass resume_at, the first step to write, to go on with it"
             )
         self._file = self.path.open("a", encoding="utf-8")
+        _await_a_new_second(Path(run_dir) / "tb")
         self._events = EventFileWriter(str(Path(run_dir) / "tb"))
         if resume_at is not None:
             self._add_event(resume_at, session_log=SessionLog(status=SessionLog.START))
@@ -120,6 +121,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def finite_or_none(value: float | None) -> float | None:
     """JSON has no NaN and no infinities: None in their place."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def _await_a_new_second(folder: Path) -> None:
+    """Until no event file has this second in its name: TensorBoard reads files in the order of their names."""
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
 
 
 def _cut(path: Path, resume_at: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from monarch._src.actor import actor_mesh
 
 HERE = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
@@ -19,3 +20,14 @@ def _one_thread():
 def files_left():
     """The files of the regions that the process with this pid made."""
     return lambda pid: list(Path("/dev/shm").glob(f"milkweed-region-{pid}-*"))
+
+
+@pytest.fixture(autouse=True)
+def outside_of_monarch(request):
+    """Tests without a mesh run outside of Monarch, also after tests of the same session that were inside."""
+    if "host" in request.fixturenames:
+        yield
+        return
+    token = actor_mesh._context.set(None)
+    yield
+    actor_mesh._context.reset(token)
