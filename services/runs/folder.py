@@ -127,18 +127,6 @@ class RunFolder:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{self.config} is not valid TOML, mend it or restore it: {error}") from error
 
-    def write_mesh_ref(self, text: str) -> None:
-        """Save how to attach. Who can read it can call every actor, so it is the owner's alone (mode 0600)."""
-        write_atomic(self.mesh_ref, text, mode=0o600)
-
-    def read_mesh_ref(self) -> str:
-        if not self.mesh_ref.is_file():
-            raise FileNotFoundError(
-                f"run {self.name!r} has no mesh.ref in {self.path}: no mesh was started, or it was stopped; "
-                f"start it with `milkweed resume {self.name}`"
-            )
-        return self.mesh_ref.read_text()
-
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json; readers always find a whole one."""
         write_atomic(self.status, json.dumps(dict(status), indent=2) + "\n")

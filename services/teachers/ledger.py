@@ -25,6 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from services.runs.atomic import sync
 from services.teachers.budget import Budget
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class Ledger:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            _sync_folder(self.path.parent)
+            sync(self.path.parent)
             with self._exclusive():
                 self._catch_up()
         except BaseException:
@@ -245,12 +246,3 @@ class Ledger:
                 yield
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name as durable as its contents."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -7,12 +7,12 @@ the original text of the first teacher that agreed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from mesh.messages import PreferencePair, TeacherCallResult, TraceState
+from services.runs.atomic import write_atomic
 
 
 def normalize(text: str) -> str:
@@ -82,13 +82,4 @@ def save_pairs(pairs: Iterable[PreferencePair], path: Path | str) -> None:
     """Write one JSON object per line. Written aside, then renamed: the file is whole, the old one or the new one."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            for pair in pairs:
-                file.write(json.dumps(asdict(pair)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_atomic(path, "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))

@@ -22,14 +22,6 @@ LIMIT_S = 30.0
 ASKED = [HintedContext([5, 6, 7], [8, 9], Task("t0", 0, 0), [])]
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    build_model(TinyModelConfig(hidden_size=32, intermediate_size=48, layers=2, heads=1), 0).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return str(path)
-
-
 def make_teacher(model_path, **config):
     settings = HintedTeacherConfig(**{"align": "turn", **config})
     weights = WeightsConfig(via="shm", attempts=7)

@@ -16,7 +16,6 @@ from actors import trainer as module
 from actors.trainer import SAVE_LIMIT_S, TEACHER_PATIENCE_S, TrainerActor, TrainerConfig, finish_limit
 from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure
 from mesh.messages import ErrorSite, Group, Rollout, Sequence, Task, TrainBatch, Turn, VersionSpan
-from services.demo.tiny_model import TinyModelConfig, build_model
 from services.demo.tokenizer import build_tokenizer
 from services.losses.policy import PolicyConfig
 from services.telemetry.spans import Spans
@@ -26,14 +25,6 @@ from services.weights.logits import LogitsStore
 from services.weights.snapshots import WeightsConfig
 
 LIMIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    build_model(TinyModelConfig(hidden_size=32, intermediate_size=48, layers=2, heads=1), 0).save_pretrained(path)
-    build_tokenizer().save_pretrained(path)
-    return str(path)
 
 
 def rollout(task, member, reward):

@@ -1,5 +1,4 @@
 import re
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +74,6 @@ def test_a_missing_or_broken_config_is_explained(tmp_path: Path) -> None:
     run.config.write_text("steps = ")
     with pytest.raises(ValueError, match=r"config\.toml is not valid TOML"):
         run.read_config()
-
-
-def test_how_to_attach_is_readable_by_its_owner_only(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path, "first")
-    with pytest.raises(FileNotFoundError, match="no mesh was started"):
-        run.read_mesh_ref()
-    run.write_mesh_ref("tcp://host:1\n")
-    assert stat.S_IMODE(run.mesh_ref.stat().st_mode) == 0o600
-    assert run.read_mesh_ref() == "tcp://host:1\n"
 
 
 def test_the_status_is_empty_before_it_is_said(tmp_path: Path) -> None:
