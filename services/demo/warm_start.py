@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from services.cache import cache_folder, fill_once
 from services.demo.play import play
 from services.demo.tiny_model import TinyModelConfig, build_model
 from services.demo.tokenizer import build_tokenizer
@@ -172,37 +172,20 @@ def demo_model(
     The cache is `cache_dir`, or `milkweed` under `$XDG_CACHE_HOME` or `~/.cache`. Errors as `warm_start`.
     """
     config = config or WarmStartConfig()
-    cache = Path(cache_dir) if cache_dir is not None else _default_cache()
-    folder = cache / f"toolbox-{level}-seed{seed}-{_fingerprint(level, config)}"
+    folder = demo_folder(level, seed, cache_dir, config)
     if folder.exists():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)  # before the training, so that a cache that is not ours to write fails now
+    folder.parent.mkdir(parents=True, exist_ok=True)  # before the training: a cache that is not ours to write fails now
     model, tokenizer, measured = warm_start(level, seed, config)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.building-", dir=cache) as aside:
-        save_model(model, tokenizer, measured, Path(aside) / "model")
-        _publish(Path(aside) / "model", folder)
-    return folder
+    return fill_once(folder, lambda aside: save_model(model, tokenizer, measured, aside))
 
 
 def demo_folder(
     level: str, seed: int = 0, cache_dir: str | os.PathLike[str] | None = None, config: WarmStartConfig | None = None
 ) -> Path:
     """Where `demo_model` of the same arguments keeps its model; it may not be there yet."""
-    cache = Path(cache_dir) if cache_dir is not None else _default_cache()
+    cache = Path(cache_dir or cache_folder())
     return cache / f"toolbox-{level}-seed{seed}-{_fingerprint(level, config or WarmStartConfig())}"
-
-
-def _publish(aside: Path, folder: Path) -> None:
-    """Make the finished `aside` visible as `folder` in one move; if another process was first, its folder stays."""
-    try:
-        aside.rename(folder)
-    except OSError:
-        if not (folder / MEASURED_FILE).exists():
-            raise
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "milkweed"
 
 
 def _fingerprint(level: str, config: WarmStartConfig) -> str:
