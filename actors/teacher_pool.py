@@ -16,9 +16,11 @@ from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import NO_ANSWER
 from mesh.messages import DelayedReward, Rollout, TraceState
+from services.engines import EngineLoop
 from services.teachers.budget import Budget
 from services.teachers.client import ChatClient
 from services.teachers.config import TeacherConfig, TeachersConfig, default_teachers
+from services.teachers.engine_teacher import EngineTeacher, VLLMTeacherConfig
 from services.teachers.ledger import Ledger
 from services.teachers.pairs import extract_preference_pairs
 from services.teachers.replay import replay_trace
@@ -42,27 +44,49 @@ class LocalTeachersConfig(BaseModel):
 class TeacherPoolConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    backend: Literal["local", "http", "none"] = Field(
-        "local", description="local: bundled oracles of the toolbox; http: pool.teachers; none: no teachers."
+    backend: Literal["local", "http", "vllm", "none"] = Field(
+        "local",
+        description="local: bundled oracles of the toolbox; http: pool.teachers, any OpenAI-compatible servers; "
+        "vllm: a model of one's own in an engine on the pool's proc; none: no teachers.",
     )
     local: LocalTeachersConfig = Field(default_factory=lambda: LocalTeachersConfig(), description="The bundled ones.")
+    vllm: VLLMTeacherConfig = Field(
+        default_factory=lambda: VLLMTeacherConfig(), description="The model of backend vllm."
+    )
     pool: TeachersConfig = Field(
         default_factory=lambda: TeachersConfig(), description="Who is asked, and on what terms."
     )
 
     @model_validator(mode="after")
     def _one_set_of_teachers(self) -> TeacherPoolConfig:
-        if self.backend == "local" and self.pool.teachers != default_teachers():
+        if self.backend in ("local", "vllm") and self.pool.teachers != default_teachers():
             raise ValueError('teachers.pool.teachers are for backend "http": set teachers.backend = "http" to ask them')
-        if self.backend == "local" and self.pool.agreement_threshold > self.local.count:
+        votes = {"local": ("local.count", self.local.count), "vllm": ("vllm.samples", self.vllm.samples)}
+        setting, most = votes.get(self.backend, ("pool.teachers", len(self.pool.teachers)))
+        if self.pool.agreement_threshold > most:
             raise ValueError(
-                f"teachers.pool.agreement_threshold {self.pool.agreement_threshold} exceeds teachers.local.count "
-                f"{self.local.count}, so no pair could ever be made: lower the first or raise the second"
+                f"teachers.pool.agreement_threshold {self.pool.agreement_threshold} exceeds teachers.{setting} "
+                f"({most}), so no pair could ever be made: lower the first or raise the second"
             )
+        if self.backend == "vllm":
+            self._check_vllm()
         return self
+
+    def _check_vllm(self) -> None:
+        if self.vllm.path is None:
+            raise ValueError('teachers.backend "vllm" needs a model: set teachers.vllm.path to a Hugging Face folder')
+        if self.vllm.engine.engine != "vllm":
+            raise ValueError('teachers.vllm.engine.engine must be "vllm" (or unset): remove it')
+        if self.pool.temperature == 0 and self.vllm.samples > 1:
+            raise ValueError(
+                f"teachers.pool.temperature 0 makes all {self.vllm.samples} samples alike: raise it, or set "
+                "teachers.vllm.samples = 1 and teachers.pool.agreement_threshold = 1"
+            )
 
     def asked(self, local_url: str | None) -> TeachersConfig:
         """The pool's settings with the teachers that this backend asks; `local_url` is the bundled server's."""
+        if self.backend == "vllm":
+            return self.pool.model_copy(update={"teachers": self.vllm.voices()})
         if self.backend != "local":
             return self.pool
         price = self.local.usd_per_million
@@ -79,9 +103,13 @@ class TeacherPoolConfig(BaseModel):
 class TeacherPoolActor(MeshActor):
     """Endpoints of `mesh.roles.TeacherPool`."""
 
-    def __init__(self, name: str, config: TeachersConfig, ledger_path: str) -> None:
+    def __init__(
+        self, name: str, config: TeachersConfig, ledger_path: str, vllm: VLLMTeacherConfig | None = None
+    ) -> None:
+        """`vllm`: the model in this process that gives all answers; None asks the teachers over HTTP."""
         super().__init__(name, roles=("rollout_buffer",))
-        self.config, self.ledger_path = config, Path(ledger_path)
+        self.config, self.ledger_path, self.vllm = config, Path(ledger_path), vllm
+        self.engine: EngineLoop | None = None
         self.counts = {"rollouts": 0, "states": 0, "answers": 0, "errors": 0, "pairs": 0, "from_ledger": 0}
         self.trouble = ""
         self._replays: set[asyncio.Task[None]] = set()
@@ -89,9 +117,22 @@ class TeacherPoolActor(MeshActor):
     async def setup(self) -> None:
         self.budget = Budget(self.config.max_total_usd)
         self.ledger = await asyncio.to_thread(Ledger, self.ledger_path, self.budget)
-        self.client = ChatClient(self.config, self.ledger)
+        send = await self._engine_teacher(self.vllm) if self.vllm else None
+        self.client = ChatClient(self.config, self.ledger, send)
+
+    async def _engine_teacher(self, config: VLLMTeacherConfig) -> EngineTeacher:
+        from services.engines import make_engine  # here: only this kind of pool needs torch
+        from services.models import load_tokenizer
+
+        path = str(config.path)
+        tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        engine = await asyncio.to_thread(make_engine, path, config.engine)
+        self.engine = EngineLoop(engine, config.engine, name=self.name)
+        return EngineTeacher(self.engine, tokenizer, [tokenizer.eos_token_id])
 
     async def teardown(self) -> None:
+        if self.engine is not None:
+            await self.engine.stop()
         if hasattr(self, "client"):
             await self.client.aclose()
             self.ledger.close()

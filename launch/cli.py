@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.set)
     model = initial_model(config)
-    _check_keys(config)
+    _check_teachers(config)
     run = RunFolder(config.run.root, config.run.name)
     return _drive(config, run, model)
 
@@ -103,7 +103,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     run = find_run(arguments.run, arguments.root)
     config = validated(run.read_config(), str(run.config), arguments.set)
-    _check_keys(config)
+    _check_teachers(config)
     latest = Checkpoints(run.checkpoints).latest()
     if latest is not None and latest.step >= config.trainer.steps:
         raise Refused(
@@ -113,8 +113,12 @@ def _resume(arguments: argparse.Namespace) -> int:
     return _drive(config, run, initial_model(config))
 
 
-def _check_keys(config: Config) -> None:
-    """Refuse teachers whose keys are not there: every call would fail, and the run would train without them."""
+def _check_teachers(config: Config) -> None:
+    """Refuse teachers whose keys or model are not there: every call would fail, and the run would train without."""
+    if config.replay.beta and config.teachers.backend == "vllm":
+        path = Path(config.teachers.vllm.path or "").expanduser()
+        if not (path / "config.json").is_file():
+            raise Refused(f"teachers.vllm.path {str(path)!r} holds no Hugging Face model (no config.json there)")
     if config.replay.beta and config.teachers.backend == "http":
         missing = missing_api_keys(config.teachers.pool.teachers)
         if missing:

@@ -39,8 +39,9 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
     ]
     if config.replay.beta:
         asked = config.teachers.asked(servers.urls.get("teachers"))
-        name = "teachers-0"
-        filled.append(Place("teachers", name, TeacherPoolActor, (asked, str(run.teachers)), proc(name)))
+        name, own = "teachers-0", config.teachers.vllm if config.teachers.backend == "vllm" else None
+        arguments = (asked, str(run.teachers), own)
+        filled.append(Place("teachers", name, TeacherPoolActor, arguments, proc(name, own.threads if own else 1)))
     if config.sdpo.alpha and config.sdpo.teacher == "actor":
         name, hinted = "sdpo-teacher-0", config.sdpo.hinted
         arguments = (hinted, model, *environment, config.weights)

@@ -25,7 +25,7 @@ import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 from weakref import WeakValueDictionary
 
 import httpx
@@ -94,12 +94,22 @@ def call_key(teacher: TeacherConfig, messages: list[dict[str, str]], max_tokens:
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode("ascii")).hexdigest()
 
 
-class ChatClient:
-    """Asks any number of teachers from one event loop. Use it as `async with ChatClient(config, ledger) as client`."""
+class Send(Protocol):
+    """One attempt at one request, within `limit_s` seconds; what goes wrong is an `Attempt` as well."""
 
-    def __init__(self, config: TeachersConfig, ledger: Ledger) -> None:
+    async def __call__(self, teacher: TeacherConfig, body: bytes, key: str | None, limit_s: float) -> Attempt: ...
+
+
+class ChatClient:
+    """Asks any number of teachers from one event loop. Use it as `async with ChatClient(config, ledger) as client`.
+
+    `send` makes the attempts; None posts them over HTTP.
+    """
+
+    def __init__(self, config: TeachersConfig, ledger: Ledger, send: Send | None = None) -> None:
         self.config = config
         self.ledger = ledger
+        self._send = send or self._post
         # The slots bound the connections; a limit shared by all would let one silent teacher starve the others.
         # A proxy of the environment is not for servers on this host.
         self._http = httpx.AsyncClient(
@@ -187,7 +197,7 @@ class ChatClient:
                     return call.from_entry(entry)
                 left_s = deadline - time.monotonic()
                 if left_s >= call.least_s:
-                    attempt = await post_chat(self._http, teacher, call.body, api_key, left_s)
+                    attempt = await self._send(teacher, call.body, api_key, left_s)
                 else:  # the start took long to get onto the disk
                     attempt = Attempt("refused", error=f"not sent: too little was left of {teacher.name}'s limit")
                 tries += 1
@@ -234,6 +244,9 @@ class ChatClient:
             seconds=result.seconds,
         )
         return result
+
+    async def _post(self, teacher: TeacherConfig, body: bytes, key: str | None, limit_s: float) -> Attempt:
+        return await post_chat(self._http, teacher, body, key, limit_s)
 
     def _pause_s(self, attempt: Attempt, tries: int) -> float:
         """The server's Retry-After, cut to the limit; else exponential backoff with jitter, seconds."""
