@@ -178,7 +178,7 @@ class Driver:
         """Once a second: show the run to whoever attached, do what they asked for, mend what is not an actor."""
         while True:
             self._write_status(self.state)
-            remember(self.run.path, self.supervisor.processes.values())
+            remember(self.run.path, self.supervisor.processes)
             try:
                 await self._meet_directory()
             except Exception as error:  # Monarch's many kinds; the directory owns nothing, so a new one loses nothing

@@ -16,7 +16,7 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from mesh.binding import Binding, RoleTable
+from mesh.binding import Binding, MemberRef, RoleTable
 
 
 class BusyClock:
@@ -50,6 +50,8 @@ class MeshActor(Actor):
     def __init__(self, name: str, roles: tuple[str, ...] = ()) -> None:
         self.name = name
         self.bindings: dict[str, Binding[Any]] = {role: Binding(role) for role in roles}
+        self.rank = int(os.environ.get("RANK", 0))  # among the procs of the same place
+        self.peers: tuple[MemberRef, ...] = ()  # the others, where this is the first of several
         self.failure: str | None = None
         self.finishing = asyncio.Event()
         self.busy = BusyClock()  # `with self.busy:` around work; how much it idles is shown by the run's progress
@@ -100,6 +102,10 @@ class MeshActor(Actor):
         for role, table in tables.items():
             if role in self.bindings:
                 self.bindings[role].update(table)
+
+    @concurrent_endpoint
+    async def lead(self, peers: tuple[MemberRef, ...]) -> None:
+        self.peers = peers
 
     @concurrent_endpoint
     async def start(self) -> None:

@@ -48,6 +48,9 @@ class RemoteFailure(BindingError):
         super().__init__(message)
         self.cause = cause
 
+    def __reduce__(self) -> tuple[Any, ...]:  # an endpoint may fail by another's failure, and then it travels
+        return type(self), (str(self), self.cause)
+
 
 class MemberRef:
     """One actor of a role: its name, how often its place was filled before, and the handle to call it.
@@ -122,6 +125,11 @@ class Binding(Generic[RoleT]):
     patience_s: float = 60.0
     counts: CallCounts = field(default_factory=CallCounts)
     _load: dict[tuple[str, int], _Load] = field(default_factory=dict)
+
+    @classmethod
+    def to(cls, member: MemberRef) -> Binding[RoleT]:
+        """To this one actor, for calls that are meant for it and for nobody else of its role."""
+        return cls(member.name, RoleTable(member.name, (member,)), patience_s=0)
 
     @property
     def bound(self) -> bool:

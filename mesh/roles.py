@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 from mesh.messages import (
     DelayedReward,
@@ -20,6 +20,9 @@ from mesh.messages import (
     TrainBatch,
     WeightsRef,
 )
+
+if TYPE_CHECKING:
+    from mesh.binding import MemberRef
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,6 +61,11 @@ class Member(Protocol):
     @contract(10.0, retry=True)
     def bind(self, tables: dict[str, Any]) -> Awaitable[None]:
         """New members or a new generation of roles that this actor holds (`mesh.binding.RoleTable`)."""
+        ...
+
+    @contract(10.0, retry=True)
+    def lead(self, peers: tuple[MemberRef, ...]) -> Awaitable[None]:
+        """Before `start`: these are the actors in the other procs of the same place, by rank from 1 on."""
         ...
 
     @contract(60.0, retry=True)

@@ -1,8 +1,9 @@
 """What to do when an actor dies or hangs: notice it, fill its place again, and give up when that does not help.
 
-One watch per member looks at its process and asks for its status, every `heartbeat_s`. A stopped or stuck process is
-noticed by its silence, because Monarch does not see it. A lost member is taken out of its role's table, its proc is
-stopped, its place is filled again and every holder of the role is told. A holder that missed a change is told at its
+One watch per member looks at its processes and asks for their status, every `heartbeat_s`. A stopped or stuck process
+is noticed by its silence, because Monarch does not see it. A lost member is taken out of its role's table, its procs
+are stopped, its place is filled again and every holder of the role is told. A member of several procs is lost with any
+of them, and as a whole: what the others hold is worth nothing without it. A holder that missed a change is told at its
 next heartbeat. `RestartPolicy` bounds this: a role that keeps dying ends the run with that role's own error.
 
     watch ──process? status──▶ member      ok: health[name] = answer, tables it missed
@@ -26,7 +27,7 @@ from typing import Any
 import monarch.actor
 from pydantic import BaseModel, ConfigDict, Field
 
-from mesh.binding import Binding, BindingError, MemberDied, RemoteFailure, RoleTable
+from mesh.binding import Binding, BindingError, MemberDied, MemberRef, RemoteFailure, RoleTable
 from mesh.processes import ProcessId, process
 from mesh.roles import Member
 from mesh.topology import Place, Placed, fill, tail
@@ -90,7 +91,7 @@ class Supervisor:
         self.health: dict[str, dict[str, Any]] = {}
         self.deaths: dict[str, int] = {}  # by role, for the metrics
         self.listeners: list[Callable[[RoleTable], Any]] = []  # told of every new table (the directory)
-        self.processes: dict[str, ProcessId | None] = {}  # by member, those on this host
+        self._processes: dict[str, list[ProcessId]] = {}  # by member, those on this host
         self._policies: dict[str, RestartPolicy] = {}
 
     # ---- placing -------------------------------------------------------------------------------------------------
@@ -109,27 +110,31 @@ class Supervisor:
 
     async def _fill(self, place: Place, incarnation: int) -> None:
         """Fill a place, and know its process from then on: it may have to be killed before it ever answers again."""
+        limit_s = self.config.start_s
         try:
-            self.placed[place.name] = await asyncio.wait_for(fill(place, self.host, incarnation), self.config.start_s)
-            answer = await self._ask(place.name, Member.status, self.config.start_s)
+            placed = self.placed[place.name] = await asyncio.wait_for(fill(place, self.host, incarnation), limit_s)
+            answers = await asyncio.gather(*[_ask(member, Member.status, limit_s) for member in placed.members])
         except TimeoutError:
-            raise StartFailed(f"{place.name} has no process after {self.config.start_s:g} s") from None
+            raise StartFailed(f"{place.name} has no process after {limit_s:g} s") from None
         except BindingError as error:
             raise StartFailed(_why(place, error)) from None
-        if answer["host"] == socket.gethostname():
-            self.processes[place.name] = process(answer["pid"])
+        here = [process(answer["pid"]) for answer in answers if answer["host"] == socket.gethostname()]
+        self._processes[place.name] = [each for each in here if each is not None]
 
     async def _start(self, place: Place) -> None:
+        placed = self.placed[place.name]
         try:
-            await self._ask(place.name, Member.bind, 30.0, self.tables)
-            await self._ask(place.name, Member.start, self.config.start_s)
+            await _ask(placed.ref, Member.bind, 30.0, self.tables)
+            if placed.peers:  # it starts them: only it knows what they need for that
+                await _ask(placed.ref, Member.lead, 30.0, placed.peers)
+            await _ask(placed.ref, Member.start, self.config.start_s)
         except BindingError as error:
             raise StartFailed(_why(place, error)) from None
 
-    async def _ask(self, name: str, endpoint: Any, limit_s: float, *args: Any) -> Any:
-        """One call to one member, not to its role."""
-        one = Binding[Member](name, RoleTable(name, (self.placed[name].ref,)), patience_s=0)
-        return await one.call_within(limit_s, endpoint, *args)
+    @property
+    def processes(self) -> list[ProcessId]:
+        """All processes of all members that run on this host."""
+        return [each for members in self._processes.values() for each in members]
 
     # ---- watching ------------------------------------------------------------------------------------------------
 
@@ -146,40 +151,49 @@ class Supervisor:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def _watch(self, name: str) -> None:
-        born = heard = time.monotonic()
+        born = time.monotonic()
+        heard: dict[MemberRef, float] = {}  # when each of its actors last answered
         while True:
             await asyncio.sleep(self.config.heartbeat_s)
-            lost = self._process_is_gone(name)
-            if lost is None:
-                lost, heard = await self._listen(name, heard)
+            # Asked first: when several processes die at once, Monarch fails the calls to only one of them.
+            lost = self._gone_process(name) or await self._listen(name, born, heard)
             if lost:
-                await self._replace(name, lost, lived_s=heard - born)
-                born = heard = time.monotonic()
+                await self._replace(name, lost, lived_s=max(heard.values(), default=born) - born)
+                born, heard = time.monotonic(), {}
 
-    def _process_is_gone(self, name: str) -> str | None:
-        """Asked first: when several processes die at once, Monarch fails the calls to only one of them."""
-        known = self.processes.get(name)
-        return f"its process {known.pid} is gone" if known is not None and not known.alive else None
+    def _gone_process(self, name: str) -> str | None:
+        gone = [known.pid for known in self._processes.get(name, []) if not known.alive]
+        return f"its process {gone[0]} is gone" if gone else None
 
-    async def _listen(self, name: str, heard: float) -> tuple[str | None, float]:
-        """Ask for the status; returns why the member is lost, if it is, and when it was last heard."""
-        asked = time.monotonic()
-        try:
-            answer = await self._ask(name, Member.status, min(STATUS_LIMIT_S, self.config.hang_s))
-        except MemberDied as error:
-            return str(error), heard
-        except BindingError:
-            silent = time.monotonic() - heard
-            return (f"silent for {silent:.0f} s" if silent >= self.config.hang_s else None), heard
+    async def _listen(self, name: str, born: float, heard: dict[MemberRef, float]) -> str | None:
+        """Ask all of a member's actors for their status; returns why the member is lost, if it is."""
+        placed, asked = self.placed[name], time.monotonic()
+        limit_s = min(STATUS_LIMIT_S, self.config.hang_s)
+        answers = await asyncio.gather(
+            *[_ask(actor, Member.status, limit_s) for actor in placed.members], return_exceptions=True
+        )
         now = time.monotonic()
-        self.health[name] = {
-            **answer,
-            "answered_in_s": now - asked,
-            "heard": time.time(),
-            "incarnation": self.placed[name].incarnation,
-        }
-        await self._catch_up(name, answer["bindings"])
-        return answer["failure"], now
+        for actor, answer in zip(placed.members, answers, strict=True):
+            if isinstance(answer, MemberDied):
+                return str(answer)
+            if not isinstance(answer, BaseException):
+                heard[actor] = now
+            elif not isinstance(answer, BindingError):
+                raise answer
+            elif (silent := now - heard.get(actor, born)) >= self.config.hang_s:
+                return f"{actor.name} is silent for {silent:.0f} s"
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if len(told) == len(answers):
+            leader, *peers = told
+            self.health[name] = {
+                **leader,
+                "peers": peers,
+                "answered_in_s": now - asked,
+                "heard": time.time(),
+                "incarnation": placed.incarnation,
+            }
+            await self._catch_up(name, leader["bindings"])
+        return next((answer["failure"] for answer in told if answer["failure"]), None)
 
     async def _catch_up(self, name: str, held: dict[str, Any]) -> None:
         """Tell a member what it missed: a table may have changed while it started, or was too busy to be told."""
@@ -190,7 +204,7 @@ class Supervisor:
         }
         if behind:
             try:
-                await self._ask(name, Member.bind, STATUS_LIMIT_S, behind)
+                await _ask(self.placed[name].ref, Member.bind, STATUS_LIMIT_S, behind)
             except BindingError as error:
                 self.log(f"{name} could not be told of {', '.join(behind)} ({error}); the next beat tries again")
 
@@ -225,9 +239,8 @@ class Supervisor:
         await _stop_procs(self.placed[name])
 
     def _kill(self, name: str) -> None:
-        """kill -9 of a member on this host: a hung one does not stop when asked."""
-        known = self.processes.pop(name, None)
-        if known is not None:
+        """kill -9 of a member's processes on this host: a hung one does not stop when asked."""
+        for known in self._processes.pop(name, []):
             known.kill()
 
     async def _announce(self, table: RoleTable) -> None:
@@ -235,7 +248,7 @@ class Supervisor:
         self._set_table(table)
         living = [member.name for t in self.tables.values() for member in t.members]
         told = await asyncio.gather(
-            *[self._ask(name, Member.bind, STATUS_LIMIT_S, {table.role: table}) for name in living],
+            *[_ask(self.placed[name].ref, Member.bind, STATUS_LIMIT_S, {table.role: table}) for name in living],
             return_exceptions=True,
         )
         for name, result in zip(living, told, strict=True):
@@ -256,7 +269,7 @@ class Supervisor:
             self.log(f"ending {', '.join(names) or f'no {role}'}")
             limits = [self.placed[name].place.actor.finish_limit_s + 15.0 for name in names]
             ended = await asyncio.gather(
-                *[self._ask(name, Member.finish, limit) for name, limit in zip(names, limits, strict=True)],
+                *[_ask(self.placed[n].ref, Member.finish, limit) for n, limit in zip(names, limits, strict=True)],
                 return_exceptions=True,
             )
             for name, result in zip(names, ended, strict=True):
@@ -267,9 +280,14 @@ class Supervisor:
         """Stop all procs. What does not stop in time is killed."""
         self.log("stopping all procs")
         await asyncio.gather(*[_stop_procs(placed) for placed in self.placed.values()])
-        for name in list(self.processes):
+        for name in list(self._processes):
             self._kill(name)
         self.placed.clear()
+
+
+async def _ask(actor: MemberRef, endpoint: Any, limit_s: float, *args: Any) -> Any:
+    """One call to one actor, not to its role."""
+    return await Binding[Member].to(actor).call_within(limit_s, endpoint, *args)
 
 
 def _why(place: Place, error: BindingError) -> str:
@@ -280,8 +298,9 @@ def _why(place: Place, error: BindingError) -> str:
 
 
 def _end_of_log(place: Place) -> str:
-    logged = tail(place.proc.log_path)
-    return f"\n--- end of its log ({place.proc.log_path}) ---\n{logged}" if logged else ""
+    paths = [place.proc.log_of(rank) for rank in range(place.procs)]
+    ends = [(path, tail(path)) for path in paths]
+    return "".join(f"\n--- end of its log ({path}) ---\n{logged}" for path, logged in ends if logged)
 
 
 async def _stop_procs(placed: Placed) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from monarch.actor import concurrent_endpoint
 
 from mesh.actor import MeshActor
+from mesh.binding import Binding
 from mesh.roles import Member, contract
 
 
@@ -77,3 +78,32 @@ class WorkerActor(MeshActor):
 
         await asyncio.to_thread(busy)
         return self.name
+
+
+class Crew(Worker, Protocol):
+    @contract(20.0, retry=False)
+    async def ranks(self) -> list[dict[str, Any]]: ...
+
+
+class CrewActor(WorkerActor):
+    """The leader of several procs: it starts its peers and answers for them."""
+
+    async def setup(self) -> None:
+        await super().setup()
+        await asyncio.gather(*[Binding[Member].to(peer).call(Member.start) for peer in self.peers])
+
+    @concurrent_endpoint
+    async def ranks(self) -> list[dict[str, Any]]:
+        others = await asyncio.gather(*[Binding[Crew].to(peer).call(Crew.ranks) for peer in self.peers])
+        names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+        own = {"pid": os.getpid(), "rank": self.rank, **{name: os.environ.get(name) for name in names}}
+        return [own, *(one for other in others for one in other)]
+
+
+class CrewPeer(CrewActor):
+    """`fail_setup` and `fail_run` are meant for the peers: the leader of this crew has neither."""
+
+
+class CrewLeader(CrewActor):
+    def __init__(self, name: str, fail_setup: str = "", fail_run: str = "") -> None:
+        super().__init__(name)
