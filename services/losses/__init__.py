@@ -32,7 +32,7 @@ from services.losses.preference import PreferenceConfig, Responses, preference_l
 from services.losses.reduction import LossResult
 from services.losses.sdpo import SDPOLossConfig, sdpo_loss
 from services.losses.taid import TAIDConfig, TAIDScheduler, taid_loss, taid_rows
-from services.losses.topk import topk_jsd_rows
+from services.losses.topk import TopKRows, cat_rows, top_k_rows, topk_jsd_rows, topk_rows_jsd
 
 __all__ = [
     "ADVANTAGE_SCALING",
@@ -49,8 +49,10 @@ __all__ = [
     "TAIDConfig",
     "TAIDScheduler",
     "Tokens",
+    "TopKRows",
     "attach_reference",
     "build_batch",
+    "cat_rows",
     "check_kl_in_reward",
     "check_sampling",
     "chunked_jsd",
@@ -76,5 +78,7 @@ __all__ = [
     "taid_rows",
     "token_entropy",
     "token_logprobs",
+    "top_k_rows",
     "topk_jsd_rows",
+    "topk_rows_jsd",
 ]

@@ -13,7 +13,7 @@ vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,25 @@ from torch import Tensor
 
 from services.losses.divergence import LOG_FLOOR, check_temperature, warn_near_the_ends
 
-RowFunction = Callable[[Tensor, Tensor], Tensor]
+RowFunction = Callable[..., Tensor]
 
 
 def chunked_rows(
-    function: RowFunction, student: Tensor, teacher: Tensor, token_chunk: int, *, reuse_rows: bool = False
+    function: RowFunction,
+    student: Tensor,
+    teacher: Tensor | Sequence[Tensor],
+    token_chunk: int,
+    *,
+    reuse_rows: bool = False,
 ) -> Tensor:
-    """`function(student, teacher)` for a row-wise function, with `token_chunk` rows in work at a time.
+    """`function(student, *teacher)` for a row-wise function, with `token_chunk` rows in work at a time.
 
-    `student` (N, V) gets the gradient; `teacher` (N, anything) does not. `function` maps (n, V), (n, anything) to (n,).
+    `student` (N, V) gets the gradient; `teacher`, one tensor or several (N, ...), does not. `function` maps n rows of
+    each to (n,).
     """
-    _check(student, teacher, token_chunk, reuse_rows)
-    return _ChunkedRows.apply(student, teacher.detach(), function, token_chunk, reuse_rows)
+    teachers = [each.detach() for each in ((teacher,) if isinstance(teacher, Tensor) else teacher)]
+    _check(student, teachers, token_chunk, reuse_rows)
+    return _ChunkedRows.apply(student, function, token_chunk, reuse_rows, *teachers)
 
 
 def chunked_jsd(
@@ -50,7 +57,7 @@ def chunked_jsd(
     `student_logits`, `teacher_logits` (N, V), each of any floating dtype -> (N,) float32 (float64 for float64 logits).
     At most a few float32 blocks of `token_chunk` x `vocab_chunk` are alive at a time.
     """
-    _check(student_logits, teacher_logits, token_chunk, reuse_rows)
+    _check(student_logits, [teacher_logits], token_chunk, reuse_rows)
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
             f"chunked_jsd: student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} logits "
@@ -65,11 +72,11 @@ def chunked_jsd(
     )
 
 
-def _check(student: Tensor, teacher: Tensor, token_chunk: int, reuse_rows: bool) -> None:
-    if student.dim() != 2 or teacher.dim() != 2 or len(student) != len(teacher):
+def _check(student: Tensor, teachers: Sequence[Tensor], token_chunk: int, reuse_rows: bool) -> None:
+    if student.dim() != 2 or any(each.dim() == 0 or len(each) != len(student) for each in teachers):
         raise ValueError(
-            f"chunked losses take rows: student {tuple(student.shape)} and teacher {tuple(teacher.shape)} must be "
-            "two-dimensional with the same number of rows"
+            f"chunked losses take rows: student {tuple(student.shape)} must be two-dimensional and teacher "
+            f"{[tuple(each.shape) for each in teachers]} have the same number of rows"
         )
     if token_chunk < 1:
         raise ValueError(f"token_chunk is {token_chunk}: give a positive number of rows")
@@ -89,27 +96,27 @@ def _wide(*tensors: Tensor) -> torch.dtype:
 class _ChunkedRows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, teacher: Tensor, function: RowFunction, token_chunk: int, reuse_rows: bool
+        ctx: Any, student: Tensor, function: RowFunction, token_chunk: int, reuse_rows: bool, *teachers: Tensor
     ) -> Tensor:
         values = student.new_empty(len(student), dtype=_wide(student))
         for rows in _slices(len(student), token_chunk):
-            values[rows] = function(student[rows], teacher[rows])
-        ctx.save_for_backward(student, teacher)
+            values[rows] = function(student[rows], *(each[rows] for each in teachers))
+        ctx.save_for_backward(student, *teachers)
         ctx.function, ctx.token_chunk, ctx.reuse_rows = function, token_chunk, reuse_rows
         return values
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        student, teacher = ctx.saved_tensors
+        student, *teachers = ctx.saved_tensors
         grad = student.detach() if ctx.reuse_rows else torch.empty_like(student)
         for rows in _slices(len(student), ctx.token_chunk):
             with torch.enable_grad():
                 part = student[rows].detach().requires_grad_()
-                values = ctx.function(part, teacher[rows])
+                values = ctx.function(part, *(each[rows] for each in teachers))
             # The chunk's graph is used up before its rows may be overwritten.
             (part_grad,) = torch.autograd.grad(values, part, upstream[rows].to(values))
             grad[rows] = part_grad
-        return grad, None, None, None, None
+        return grad, None, None, None, *([None] * len(teachers))
 
 
 class _ChunkedJSD(torch.autograd.Function):

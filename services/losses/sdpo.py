@@ -1,7 +1,8 @@
 """Channel 2: SDPO, distillation of the hinted policy into the unhinted one, over rows that are already aligned.
 
 The trainer's only entry to the distillation losses. Teacher rows may arrive in pieces: a call per piece with the step's
-row count as `normalizer` adds up to one call over all rows.
+row count as `normalizer` adds up to one call over all rows. They may also be cut to the teacher's k likeliest tokens
+(`topk.TopKRows`); the loss is then the one that whole rows have on that support.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from services.losses.chunked import RowFunction, chunked_jsd, chunked_rows
 from services.losses.entropy import entropy_gated_rows, eopd_rows
 from services.losses.reduction import LossResult, masked_mean, normalized
 from services.losses.taid import taid_rows
-from services.losses.topk import check_support, topk_jsd_rows
+from services.losses.topk import TopKRows, check_support, topk_jsd_rows, topk_rows_jsd
 
 
 class SDPOLossConfig(BaseModel):
@@ -39,7 +40,9 @@ class SDPOLossConfig(BaseModel):
     )
     top_k: int | None = Field(default=None, gt=0, description="Size of a support that is not full.")
     tail: bool | None = Field(
-        default=None, description="student support: a bucket for all other tokens (None, true), or renormalise (false)."
+        default=None,
+        description="A bucket for all other tokens (true), or the support renormalised (false). Unset: the student's "
+        "support has the bucket, the teacher's has not.",
     )
     h_max: float | None = Field(
         default=None, gt=0, description="entropy_gated: entropy of a full gate, nats. None: log V."
@@ -62,7 +65,7 @@ class SDPOLossConfig(BaseModel):
                     "top_k and tail need a cut support: set support = 'teacher' or 'student', or drop them"
                 )
         else:
-            check_support(self.support, self.top_k, self.tail)
+            check_support(self.support, self.top_k)
             if self.kind != "jsd":
                 raise ValueError(
                     f"kind {self.kind!r} needs the whole vocabulary: set support = 'full', or kind = 'jsd'"
@@ -73,10 +76,32 @@ class SDPOLossConfig(BaseModel):
             )
         return self
 
+    def check_rows(self, top_k: int) -> None:
+        """ValueError, with the fix, unless rows of the teacher's `top_k` likeliest tokens (0: whole rows) will do."""
+        if not top_k:
+            return
+        whole = "or sdpo.hinted.logits.top_k = 0 for whole rows"
+        if self.support != "teacher" or self.kind != "jsd":
+            raise ValueError(
+                f"sdpo.hinted.logits.top_k = {top_k} sends the teacher's {top_k} likeliest tokens only, and kind "
+                f'{self.kind!r} with support {self.support!r} needs others: set sdpo.loss.kind = "jsd", '
+                f'sdpo.loss.support = "teacher" and sdpo.loss.top_k = {top_k}, {whole}'
+            )
+        if self.top_k != top_k:
+            raise ValueError(
+                f"sdpo.hinted.logits.top_k = {top_k} and sdpo.loss.top_k = {self.top_k} name two supports: set both to "
+                f"the same number, {whole}"
+            )
+        if self.tail and self.temperature != 1:
+            raise ValueError(
+                f"the tail that the teacher sends is summed at temperature 1, not {self.temperature}: set "
+                f"sdpo.loss.temperature = 1, or sdpo.loss.tail = false, {whole}"
+            )
+
 
 def sdpo_loss(
     student_logits: Tensor,
-    teacher_logits: Tensor,
+    teacher: Tensor | TopKRows,
     *,
     config: SDPOLossConfig,
     weights: Tensor | None = None,
@@ -87,20 +112,16 @@ def sdpo_loss(
 
     Args:
         student_logits: (N, V), gathered; the gradient flows into these.
-        teacher_logits: (N, V), from a teacher without dropout; no gradient.
+        teacher: logits (N, V) of any float dtype, from a teacher without dropout, or its k likeliest tokens as N
+            `TopKRows` made at temperature 1; no gradient. Not used any more once backward has run.
         weights: (N,) factors on the rows, 0 to leave one out. None is all ones.
         normalizer: the whole step's sum of weights; None takes this call's.
         t: the TAID scheduler's current t, for kind "taid".
 
     N = 0 gives 0 with a live graph. Metrics: mean "divergence" before the clip, "clip_fraction". Raises ValueError for
-    shapes that differ, or "taid" without t.
+    shapes that differ, "taid" without t, or top-k rows that the config has no use for.
     """
-    if student_logits.shape != teacher_logits.shape or student_logits.dim() != 2:
-        raise ValueError(
-            f"sdpo_loss: student {tuple(student_logits.shape)} and teacher {tuple(teacher_logits.shape)} must be rows "
-            "(N, V) of the same positions and vocabulary: gather them first (alignment.gather_aligned)"
-        )
-    rows = _divergences(student_logits, teacher_logits, config, t)
+    rows = _divergences(student_logits, teacher, config, t)
     weights = torch.ones_like(rows) if weights is None else weights.to(rows).detach()
     if weights.shape != rows.shape:
         raise ValueError(f"sdpo_loss: weights {tuple(weights.shape)} must be {tuple(rows.shape)}, one per row")
@@ -115,7 +136,14 @@ def sdpo_loss(
     return LossResult(loss, count=counted.sum(), metrics=metrics)
 
 
-def _divergences(student: Tensor, teacher: Tensor, config: SDPOLossConfig, t: float | None) -> Tensor:
+def _divergences(student: Tensor, teacher: Tensor | TopKRows, config: SDPOLossConfig, t: float | None) -> Tensor:
+    if isinstance(teacher, TopKRows):
+        return _cut_divergences(student, teacher, config)
+    if student.shape != teacher.shape or student.dim() != 2:
+        raise ValueError(
+            f"sdpo_loss: student {tuple(student.shape)} and teacher {tuple(teacher.shape)} must be rows (N, V) of the "
+            "same positions and vocabulary: gather them first (alignment.gather_aligned)"
+        )
     if config.kind == "jsd" and config.support == "full":
         return chunked_jsd(
             student,
@@ -128,6 +156,18 @@ def _divergences(student: Tensor, teacher: Tensor, config: SDPOLossConfig, t: fl
         )
     function = _row_function(config, t)
     return chunked_rows(function, student, teacher, config.token_chunk, reuse_rows=config.reuse_rows)
+
+
+def _cut_divergences(student: Tensor, teacher: TopKRows, config: SDPOLossConfig) -> Tensor:
+    wanted = min(config.top_k or 0, student.shape[-1])  # a vocabulary of fewer tokens than top_k is its own support
+    config.check_rows(config.top_k or 0 if teacher.k == wanted else teacher.k)
+
+    def function(student: Tensor, values: Tensor, indices: Tensor, tail: Tensor) -> Tensor:
+        rows = TopKRows(values, indices, tail)
+        return topk_rows_jsd(student, rows, beta=config.beta, tail=bool(config.tail), temperature=config.temperature)
+
+    parts = (teacher.values, teacher.indices, teacher.tail)
+    return chunked_rows(function, student, parts, config.token_chunk, reuse_rows=config.reuse_rows)
 
 
 def _row_function(config: SDPOLossConfig, t: float | None) -> RowFunction:

@@ -5,6 +5,7 @@ from pydantic import ValidationError
 from services.losses.divergence import jsd_rows
 from services.losses.sdpo import SDPOLossConfig, sdpo_loss
 from services.losses.taid import taid_rows
+from services.losses.topk import TopKRows, cat_rows, top_k_rows
 
 torch.set_num_threads(1)
 
@@ -13,6 +14,7 @@ KINDS = [
     {"beta": 0.5, "temperature": 1.5},
     {"beta": 1.0},
     {"support": "teacher", "top_k": 3, "beta": 0.5},
+    {"support": "teacher", "top_k": 3, "tail": True, "beta": 0.5},
     {"support": "student", "top_k": 3, "beta": 0.5},
     {"kind": "taid"},
     {"kind": "entropy_gated"},
@@ -132,7 +134,6 @@ def test_taid_takes_t_from_the_scheduler():
         ({"top_k": 5}, "set support ="),
         ({"tail": True}, "set support ="),
         ({"support": "teacher"}, "set top_k"),
-        ({"support": "teacher", "top_k": 5, "tail": True}, "set tail = false"),
         ({"support": "student", "top_k": 5, "kind": "taid"}, "set support = 'full'"),
         ({"kind": "eopd"}, "set the teacher entropy"),
         ({"beta": 1.5}, "beta"),
@@ -143,9 +144,82 @@ def test_contradictory_settings_are_refused_with_advice(settings, advice):
         SDPOLossConfig(**settings)
 
 
+CUT = [
+    {"support": "teacher", "top_k": 3, "beta": 0.0, "temperature": 1.7},
+    {"support": "teacher", "top_k": 3, "beta": 1.0, "token_clip": 0.5},
+    {"support": "teacher", "top_k": 3, "tail": True, "beta": 0.0},
+    {"support": "teacher", "top_k": 3, "tail": True, "beta": 0.5, "reuse_rows": True},
+    {"support": "teacher", "top_k": 99, "tail": True, "beta": 0.5},
+]
+
+
+@pytest.mark.parametrize("settings", CUT)
+def test_cut_rows_give_the_loss_and_gradient_of_whole_ones(settings):
+    source, teacher = pair()
+    weights = torch.rand(8, dtype=torch.float64)
+
+    def found(teacher_rows):
+        student = source * 1.0  # gathered: reuse_rows overwrites it
+        result = sdpo_loss(student, teacher_rows, config=config(settings), weights=weights)
+        return result, torch.autograd.grad(result.loss, source)[0]
+
+    whole, expected = found(teacher)
+    cut, gradient = found(top_k_rows(teacher, settings["top_k"]))
+    torch.testing.assert_close(cut.loss, whole.loss)
+    torch.testing.assert_close(gradient, expected)
+    assert whole.loss > 0
+    for name, value in whole.metrics.items():
+        torch.testing.assert_close(cut.metrics[name], value)
+
+
+def test_cut_rows_in_pieces_add_up_to_one_call():
+    student, teacher = pair()
+    settings = config({"support": "teacher", "top_k": 3, "tail": True})
+    rows = top_k_rows(teacher, 3)
+    again = cat_rows([rows[:2], rows[2:2], rows[2:]])
+    assert isinstance(again, TopKRows)
+    whole = sdpo_loss(student, again, config=settings).loss
+    parts = [
+        sdpo_loss(student[s], rows[s], config=settings, normalizer=8.0).loss
+        for s in (slice(0, 3), slice(3, 3), slice(3, 8))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"kind": "taid"}, 'set sdpo.loss.kind = "jsd"'),
+        ({}, 'sdpo.loss.support = "teacher"'),
+        ({"support": "student", "top_k": 3}, "sdpo.hinted.logits.top_k = 0 for whole rows"),
+        ({"support": "teacher", "top_k": 4}, "set both to the same number"),
+        ({"support": "teacher", "top_k": 3, "tail": True, "temperature": 2.0}, "sdpo.loss.tail = false"),
+    ],
+)
+def test_losses_that_need_more_than_cut_rows_hold_refuse_them_with_advice(settings, advice):
+    student, teacher = pair()
+    for refused in (
+        lambda: SDPOLossConfig(**settings).check_rows(3),
+        lambda: sdpo_loss(student, top_k_rows(teacher, 3), config=config(settings), t=0.5),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            refused()
+    SDPOLossConfig(**settings).check_rows(0)
+
+
+def test_rows_of_a_whole_small_vocabulary_are_no_excuse_for_another_loss():
+    student, teacher = pair()
+    every = top_k_rows(teacher, 99)
+    for settings in ({}, {"support": "teacher", "top_k": 3}, {"support": "student", "top_k": 99}):
+        with pytest.raises(ValueError, match=r"sdpo\.hinted\.logits\.top_k = 10"):
+            sdpo_loss(student, every, config=config(settings))
+
+
 def test_rows_that_do_not_fit_are_refused():
     student, teacher = pair()
     with pytest.raises(ValueError, match="gather them first"):
         sdpo_loss(student, teacher[:3], config=SDPOLossConfig())
     with pytest.raises(ValueError, match="one per row"):
         sdpo_loss(student, teacher, config=SDPOLossConfig(), weights=torch.ones(3))
+    with pytest.raises(ValueError, match="have the same number of rows"):
+        sdpo_loss(student, top_k_rows(teacher, 3)[:5], config=config({"support": "teacher", "top_k": 3}))
