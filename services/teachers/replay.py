@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from mesh.messages import TeacherCallResult, TraceState
 from services.teachers.client import ChatClient
 from services.teachers.config import TeacherConfig
-from services.teachers.ledger import LedgerError
 
 
 async def replay_trace(
@@ -23,7 +22,7 @@ async def replay_trace(
     Returns one result per call, states first, then teachers: result `i * len(teachers) + j` is teacher `j` about state
     `i`. A call that fails is a result with `error`; a silent teacher delays the return by at most `limit_s` seconds
     (`replay_limit_s` of the client's config by default) and never another teacher's call. Raises LedgerError when the
-    accounts cannot be kept.
+    accounts cannot be kept, EngineError when the teachers' engine in this process died.
     """
     try:
         async with asyncio.TaskGroup() as calls:
@@ -33,7 +32,6 @@ async def replay_trace(
                 for teacher in teachers
             ]
     except ExceptionGroup as group:
-        # The other calls are cancelled by then. One broken ledger fails them all alike: the first error tells it.
-        broken = group.subgroup(LedgerError)
-        raise broken.exceptions[0] if broken is not None else group from None
+        # The other calls are cancelled by then. What is raised fails them all alike, and the first error tells it.
+        raise group.exceptions[0] from None
     return [task.result() for task in tasks]
