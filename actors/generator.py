@@ -15,20 +15,20 @@ import time
 from typing import Any
 
 from monarch.actor import concurrent_endpoint
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.weights_follower import WeightsFollower
 from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import NO_ANSWER, BindingError
 from mesh.messages import Lease, Rollout, Task
-from services.engines.engine import EngineConfig, EngineError, WeightsError
+from services.engines.engine import VLLM_TEMPERATURES, EngineConfig, EngineError, WeightsError
+from services.engines.factory import make_engine
 from services.engines.loop import EngineLoop
-from services.engines.transformers_engine import TransformersEngine
 from services.environments.client import EnvironmentClient
 from services.environments.config import EnvironmentConfig
 from services.environments.hints import load_hint_modules
-from services.models import load_model, load_tokenizer
+from services.models import load_tokenizer
 from services.rollouts.chat import check_template
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
 from services.weights.region import RegionError
@@ -45,6 +45,16 @@ class GeneratorConfig(BaseModel):
     threads: int = Field(1, ge=1, description="CPU threads per generator.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine that generates.")
     episode: EpisodeConfig = Field(default_factory=EpisodeConfig, description="Limits and form of an episode.")
+
+    @model_validator(mode="after")
+    def _a_temperature_of_the_engine_s(self) -> GeneratorConfig:
+        low, high = VLLM_TEMPERATURES
+        if self.engine.engine == "vllm" and not low <= self.episode.temperature <= high:
+            raise ValueError(
+                f"episode.temperature is {self.episode.temperature:g}, but vLLM samples at {low:g} to {high:g}: choose "
+                'one of these, or engine = "transformers"'
+            )
+        return self
 
 
 class GeneratorActor(MeshActor):
@@ -84,10 +94,7 @@ class GeneratorActor(MeshActor):
             hint_role=episode.hint_role if episode.hint_layers else None,
             system=bool(episode.system_prompt),
         )
-        model = await asyncio.to_thread(
-            load_model, self.model_path, self.config.engine.dtype, self.config.engine.device
-        )
-        engine = TransformersEngine(model, self.config.engine)
+        engine = await asyncio.to_thread(make_engine, self.model_path, self.config.engine)
         self.engine = EngineLoop(engine, self.config.engine, name=self.name)
         client = EnvironmentClient(self.environment_url, self.environment)
         self.runner = EpisodeRunner(

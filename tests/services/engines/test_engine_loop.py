@@ -63,10 +63,10 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> Generation | None:
         return self._finish(request_id, "abort") if request_id in self.requests else None
 
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor], *, partial: bool = False) -> None:
         if "bad" in tensors:
             raise ValueError("tensor bad is unexpected")
-        self.log.append(f"load v{version}")
+        self.log.append(f"load {'part of ' if partial else ''}v{version}")
         self.version = version
 
     def release_weights(self) -> None:
