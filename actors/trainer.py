@@ -46,6 +46,7 @@ from services.training.learner import (
     StepPlan,
     needs_reference,
 )
+from services.training.policy_model import PolicyModel
 from services.training.report import describe_batch
 from services.training.state import load_state, save_state
 from services.weights.snapshots import SnapshotPublisher, WeightsConfig
@@ -59,7 +60,16 @@ class TrainerConfig(BaseModel):
 
     steps: int = Field(60, ge=1, description="Optimizer steps of the run.")
     prefetch: bool = Field(True, description="Take the next batch, and its teacher logits, while a step runs.")
-    micro_batch_tokens: int = Field(16384, ge=16, description="Padded tokens per forward pass.")
+    micro_batch_tokens: int = Field(
+        16384, ge=16, description="Tokens per forward pass; padding counts, if there is any."
+    )
+    packing: bool = Field(
+        True, description="Sequences end to end without padding. false: padded, for models that cannot be packed."
+    )
+    logits_chunk: int = Field(512, ge=1, description="Rows of logits (tokens x vocabulary) in memory at a time.")
+    gradient_checkpointing: bool = Field(
+        False, description="Compute each layer's activations again in backward: less memory, a third more time."
+    )
     checkpoint_every: int = Field(20, ge=1, description="Steps between two checkpoints; one is written at the end too.")
     keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints that are kept.")
     threads: int = Field(1, ge=1, description="CPU threads of the trainer.")
@@ -126,9 +136,10 @@ class TrainerActor(MeshActor):
         initial = None
         if inline or needs_reference(self.policy, self.replay):
             initial = load_model(self.model_path, "float32", self.config.device)
+        packing, chunk = self.config.packing, self.config.logits_chunk
         self.learner = Learner(
-            model,
-            initial,
+            PolicyModel(model, packing=packing, logits_chunk=chunk, checkpointing=self.config.gradient_checkpointing),
+            None if initial is None else PolicyModel(initial, packing=packing, logits_chunk=chunk),
             self._encode,
             self.tokenizer.eos_token_id,
             steps=self.config.steps,

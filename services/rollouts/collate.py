@@ -1,47 +1,37 @@
-"""From arrays to padded tensors, and how many of them fit into one forward pass. The only module here with torch.
+"""From samples to the losses' tensors, and which samples share a forward pass. The only module here with torch.
 
-Columns. `logits[:, t]` predicts `token_ids[:, t + 1]`. Tensors that belong to predictions (`labels`, `loss_mask`,
-`behaviour_logprobs`) have T - 1 columns: what belongs to token t stands in column t - 1, as in
-`services.losses.logprobs.token_logprobs`. Padding is on the right and known by lengths alone.
+Columns. Position t predicts token t + 1, so what belongs to token t (`loss_mask`, `behaviour_logprobs`) stands in
+column t - 1 of T - 1, as in `services.losses.logprobs.token_logprobs`. Padding is on the right and in no mask. The ids
+themselves go into the model packed (`services.training.packing`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.rollouts.samples import HintedSite, TrainSample
 
-IGNORED = -100  # a label that is in no loss
 
+def collate(samples: Sequence[TrainSample]) -> dict[str, Tensor]:
+    """What the losses need to know of B samples of at most T tokens, beside the model's log-probabilities.
 
-def collate(samples: Sequence[TrainSample], pad_id: int) -> dict[str, Tensor]:
-    """B samples, right-padded to the longest, T.
-
-    token_ids (B, T) int64; attention_mask (B, T) int64, 1 inside the length; lengths (B,) int64;
-    labels (B, T - 1) int64, the id that column t predicts, -100 where it was not sampled;
-    loss_mask (B, T - 1) bool, `labels != -100`; behaviour_logprobs (B, T - 1) float32, 0 where not in the mask;
-    advantages (B,) float32; truncated (B,) bool. ValueError for no samples.
+    loss_mask (B, T - 1) bool, the token that column t predicts was sampled; behaviour_logprobs (B, T - 1) float32, 0
+    where not in the mask; advantages (B,) float32; truncated (B,) bool. ValueError for no samples.
     """
     if not samples:
         raise ValueError("collate: there are no samples; leave the channel out when nothing is to be trained")
-    lengths = torch.tensor([sample.length for sample in samples])
-    rows, longest = len(samples), int(lengths.max())
-    token_ids = torch.full((rows, longest), pad_id, dtype=torch.int64)
+    rows, longest = len(samples), max(sample.length for sample in samples)
     sampled = torch.zeros(rows, longest, dtype=torch.bool)
     logprobs = torch.zeros(rows, longest, dtype=torch.float32)
     for row, sample in enumerate(samples):
-        token_ids[row, : sample.length] = torch.from_numpy(sample.token_ids)
         sampled[row, : sample.length] = torch.from_numpy(sample.loss_mask)
         logprobs[row, : sample.length] = torch.from_numpy(sample.logprobs)
     loss_mask = sampled[:, 1:]
     return {
-        "token_ids": token_ids,
-        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
-        "lengths": lengths,
-        "labels": token_ids[:, 1:].masked_fill(~loss_mask, IGNORED),
         "loss_mask": loss_mask,
         "behaviour_logprobs": logprobs[:, 1:].masked_fill(~loss_mask, 0.0),
         "advantages": torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
@@ -49,8 +39,8 @@ def collate(samples: Sequence[TrainSample], pad_id: int) -> dict[str, Tensor]:
     }
 
 
-def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of sequences, grouped so that each group padded to its longest has at most `max_tokens` tokens.
+def micro_batches(lengths: Sequence[int], max_tokens: int, *, padded: bool = False) -> list[list[int]]:
+    """Indices of sequences, in groups of at most `max_tokens` tokens; `padded` to their longest if so.
 
     Every index is in exactly one group, and groups hold sequences of similar length, the longest first. A sequence
     that is longer than the budget gets a group of its own. ValueError for a budget below 1.
@@ -58,13 +48,23 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     if max_tokens < 1:
         raise ValueError(f"micro_batches: max_tokens is {max_tokens}; give the tokens that fit into one forward pass")
     groups: list[list[int]] = []
+    tokens = 0  # of the last group
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         # The first of a group is its longest, so it sets the padded width.
-        if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= max_tokens:
+        grown = (len(groups[-1]) + 1) * lengths[groups[-1][0]] if padded and groups else tokens + lengths[index]
+        if groups and grown <= max_tokens:
             groups[-1].append(index)
+            tokens = grown
         else:
             groups.append([index])
+            tokens = lengths[index]
     return groups
+
+
+def empty_sample() -> TrainSample:
+    """Two tokens of which none is in a loss: for a forward pass that has to be made although there is nothing to do."""
+    nothing = np.zeros(2, dtype=np.int64)
+    return TrainSample("", 0, nothing, nothing > 0, np.zeros(2, dtype=np.float32), nothing - 1, advantage=0.0)
 
 
 def alignment(sites: Sequence[HintedSite]) -> tuple[Tensor, Tensor]:

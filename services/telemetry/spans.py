@@ -56,7 +56,7 @@ class Spans:
         """Time a block; also a decorator of plain functions (inside a coroutine use `with`).
 
         A `waiting` span is reported like any other but keeps no longer name's owner busy: put it beside the spans of
-        work, not inside one of them.
+        work, not inside one of them (or in a block for which that one is `interrupted`).
         """
         names = [name] if waiting else _with_parents(name)
         self._change(names, +1)
@@ -64,6 +64,16 @@ class Spans:
             yield
         finally:
             self._change(names, -1)
+
+    @contextmanager
+    def interrupted(self, name: str) -> Iterator[None]:
+        """Close the open span `name` for a block in which its owner waits; the block has a waiting span of its own."""
+        names = _with_parents(name)
+        self._change(names, -1)
+        try:
+            yield
+        finally:
+            self._change(names, +1)
 
     def drain(self) -> dict[str, float]:
         """Seconds by span name since the last drain.

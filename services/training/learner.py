@@ -10,13 +10,18 @@
 Channels are clipped one by one because their raw norms differ by two orders of magnitude: one clip over the sum would
 leave nothing of the smallest. Every loss is normalized over the whole step, so the micro-batch size changes no result.
 A channel without weight or input costs no forward pass and leaves no trace in the sum.
+
+A trainer of several procs runs one learner in each, on its share of the plan. What the step divides by or decides on is
+then added up over the procs first (`total`), and gradients must be *summed* over them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,26 +29,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from mesh.messages import TrainBatch
 from services.losses.corrections import finite_tokens
 from services.losses.kl import check_kl_in_reward, kl_estimate, kl_in_reward
-from services.losses.logprobs import token_logprobs
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig, policy_loss, policy_normalizer
 from services.losses.preference import PreferenceConfig, Responses, preference_loss
 from services.losses.reduction import masked_mean
 from services.losses.sdpo import SDPOLossConfig, sdpo_loss
 from services.losses.taid import TAIDConfig, TAIDScheduler
 from services.rollouts.advantages import scorable
-from services.rollouts.collate import collate, micro_batches
+from services.rollouts.collate import collate
 from services.rollouts.samples import TrainSample, pair_samples
 from services.telemetry.spans import Spans
-from services.training.channel import Averages, Channel
+from services.training.channel import Averages, Channel, Total
 from services.training.hinted import HintedTeacherConfig
-from services.training.plan import Hinted, StepPlan, gather_sites, plan_step
+from services.training.packing import Packed, pack
+from services.training.plan import Hinted, MicroBatch, PairBatch, StepPlan, plan_step, site_rows
+from services.training.policy_model import Distillation, PolicyModel
 from services.weights.logits import LogitsGone
 from services.weights.region import RegionError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-Tensors = dict[str, torch.Tensor]  # as `services.rollouts.collate.collate` makes them
 
 
 class OptimizerConfig(BaseModel):
@@ -101,19 +102,32 @@ class ReplayConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0, description="The channel's gradient is clipped to this norm on its own.")
 
 
+@dataclass(slots=True)
+class Inputs:
+    """One forward pass: its samples packed, and what the losses need to know of them."""
+
+    packed: Packed
+    loss_mask: torch.Tensor  # (B, T - 1)
+    behaviour_logprobs: torch.Tensor  # (B, T - 1)
+    advantages: torch.Tensor  # (B,)
+    truncated: torch.Tensor  # (B,)
+    reference: torch.Tensor | None = None  # (B, T - 1) log-probabilities under the initial policy, where compared with
+
+
 class Learner:
-    """Owns the model being trained and its optimizer.
+    """Owns the model being trained and its optimizer. Parameters that require no gradient stay as they are.
 
     `reference` is the initial policy, None where nothing compares with it. `encode` turns a text into ids without
     special tokens, `eos_id` ends a turn. `steps` is the length of the run for the schedules, `temperature` the one that
-    rollouts are sampled at, `max_tokens` the padded tokens of one forward pass. ValueError for settings that need a
-    reference and have none, or for a KL in the reward of advantages that are divided by a standard deviation.
+    rollouts are sampled at, `max_tokens` those of one forward pass (with their padding, if the model runs padded).
+    `total` adds figures up over the trainer's procs. ValueError for settings that need a reference and have none, or
+    for a KL in the reward of advantages that are divided by a standard deviation.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        reference: PreTrainedModel | None,
+        policy_model: PolicyModel,
+        reference: PolicyModel | None,
         encode: Callable[[str], list[int]],
         eos_id: int,
         *,
@@ -126,11 +140,12 @@ class Learner:
         max_tokens: int = 16384,
         spans: Spans | None = None,
         advantage_scaling: str | None = None,
+        total: Total = dict,
     ) -> None:
         """`advantage_scaling`: how the batch's advantages were scaled; None is as the objective's paper does."""
-        self.model, self.reference, self.encode, self.eos_id = model, reference, encode, eos_id
+        self.policy_model, self.reference, self.encode, self.eos_id = policy_model, reference, encode, eos_id
         self.steps, self.optimizer_config, self.policy, self.sdpo, self.replay = steps, optimizer, policy, sdpo, replay
-        self.temperature, self.max_tokens = temperature, max_tokens
+        self.temperature, self.max_tokens, self.total = temperature, max_tokens, total
         self.advantage_scaling = advantage_scaling or ADVANTAGE_SCALING[policy.objective]
         if policy.kl_in_reward:
             check_kl_in_reward(policy.kl_beta, self.advantage_scaling)
@@ -138,7 +153,7 @@ class Learner:
             raise ValueError("policy.kl_beta and the dpo objective compare with the initial policy: pass a reference")
         self.spans = spans or Spans()
         self.taid = TAIDScheduler(TAIDConfig(total_steps=steps))
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters = [p for p in policy_model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=optimizer.lr,
@@ -146,16 +161,18 @@ class Learner:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
-        # No dropout: ratio to the behaviour policy and distance to the reference are the weights' doing alone.
-        for each in (model, reference):
-            if each is not None:
-                each.eval()
+
+    @property
+    def model(self) -> Any:
+        """The Hugging Face model being trained (`PreTrainedModel`, or its adapter's wrapper)."""
+        return self.policy_model.model
 
     def plan(self, batch: TrainBatch) -> StepPlan:
         """Lay out the step: which samples run together, which failing turns are distilled, which pairs are compared."""
         pairs = pair_samples(batch.pairs, self.encode, self.eos_id) if self.replay.beta else ([], [])
         max_sites = self.sdpo.max_sites if self.sdpo.alpha else 0
-        return plan_step(batch, max_tokens=self.max_tokens, max_sites=max_sites, pairs=pairs)
+        padded = not self.policy_model.packing
+        return plan_step(batch, max_tokens=self.max_tokens, max_sites=max_sites, pairs=pairs, padded=padded)
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
@@ -167,146 +184,180 @@ class Learner:
         """
         if hinted is not None:
             hinted.check(plan)
-        metrics = _sdpo_figures(plan, hinted)
-        gated = hinted is not None and hinted.accuracy is not None and hinted.accuracy < self.sdpo.min_hinted_accuracy
-        mismatch = Averages()
-        channels = self._rollout_channels(plan, None if gated else hinted, mismatch)
-        if plan.chosen:
+        channels, metrics = self._rollout_channels(plan, hinted)
+        if plan.pair_batches:
             with self.spans("trainer/replay"):
                 channels["replay"] = self._replay_channel(plan)
         with self.spans("trainer/optimizer"):
             metrics |= self._apply(channels, plan.batch.id)
         for name, channel in channels.items():
-            metrics |= channel.figures(name)
-        metrics |= mismatch.figures("mismatch")
-        metrics["sdpo/gated"] = float(gated)
-        metrics["sdpo/unread"] = float(hinted is not None and bool(hinted.failure))
-        metrics["replay/pairs"] = float(len(plan.chosen))
+            metrics |= channel.figures(name, self.total)
+        metrics["replay/pairs"] = float(plan.pairs)
         return metrics
 
-    def _rollout_channels(self, plan: StepPlan, hinted: Hinted | None, mismatch: Averages) -> dict[str, Channel]:
-        """The policy and SDPO channels, which share each micro-batch's forward pass."""
+    def _rollout_channels(self, plan: StepPlan, hinted: Hinted | None) -> tuple[dict[str, Channel], dict[str, float]]:
+        """The policy and SDPO channels, which share each micro-batch's forward pass, and what became of the hints."""
         policy = Channel(1.0, self.optimizer_config.max_grad_norm)
         sdpo = Channel(self.sdpo.alpha, self.sdpo.max_grad_norm)
+        mismatch = Averages()
         with self.spans("trainer/inputs"):
-            collated = [self._collate(micro.samples) for micro in plan.micro_batches]
-            references = [self._reference(c, self.temperature) if self.policy.kl_beta else None for c in collated]
-            advantages = self._advantages(plan, collated, references)
-            policy_sum = sum(
-                policy_normalizer(
-                    c["loss_mask"], self.policy, old_logprobs=c["behaviour_logprobs"], truncated=c["truncated"]
-                )
-                for c in collated
-            )
+            inputs = [self._inputs(m.samples, self.temperature, self.policy.kl_beta > 0) for m in plan.micro_batches]
+            self._take_kl_off_advantages(plan, inputs)
+            normalizer = self.total({"policy": sum(map(self._normalizer, inputs))})["policy"]
+        figures, rows = self._sdpo_figures(plan, hinted)
         counts = iter(hinted.row_counts if hinted else [])
-        sdpo_sum = float(sum(hinted.row_counts)) if hinted else 0.0
-        t = self.taid.t if self.sdpo.loss.kind == "taid" else None
-        for micro, c, ref, advantage in zip(plan.micro_batches, collated, references, advantages, strict=True):
+        for micro, x in zip(plan.micro_batches, inputs, strict=True):
+            distillation = None
+            if micro.distills and rows and not figures["sdpo/gated"]:
+                distillation = self._distillation(micro, x, [next(counts) for _ in micro.sites], hinted, rows)
             with self.spans("trainer/forward"):
-                logits = self._logits(c)
-                logprobs = token_logprobs(logits, c["token_ids"], temperature=self.temperature)
+                output = self.policy_model(x.packed, self.temperature, distillation)
+                logprobs = x.packed.spread(output.logprobs)
                 old, generator = (
-                    (logprobs.detach(), c["behaviour_logprobs"])
+                    (logprobs.detach(), x.behaviour_logprobs)
                     if self.policy.correction != "none"
-                    else (c["behaviour_logprobs"], None)
+                    else (x.behaviour_logprobs, None)
                 )
                 found = policy_loss(
-                    logprobs, old, advantage, c["loss_mask"], self.policy, normalizer=policy_sum,
-                    ref_logprobs=ref, generator_logprobs=generator, truncated=c["truncated"],
+                    logprobs, old, x.advantages, x.loss_mask, self.policy, normalizer=normalizer,
+                    ref_logprobs=x.reference, generator_logprobs=generator, truncated=x.truncated,
                 )  # fmt: skip
-            rows = [next(counts) for _ in micro.sites] if hinted and not hinted.failure else []
             with self.spans("trainer/backward"):
-                policy.add(found, self.parameters, keep_graph=sum(rows) > 0)
-            mismatch.add(*_mismatch(logprobs, c))
-            teacher = self._teacher_rows(hinted, sum(rows)) if hinted and sum(rows) else None
-            if teacher is not None:
-                with self.spans("trainer/forward"):
-                    student = gather_sites(logits, micro.sites, rows)
-                    teacher = teacher.to(student.device)
-                    distilled = sdpo_loss(student, teacher, config=self.sdpo.loss, normalizer=sdpo_sum, t=t)
-                with self.spans("trainer/backward"):
-                    sdpo.add(distilled, self.parameters, keep_graph=False)
-        if sdpo.gradient is None or (hinted is not None and hinted.failure):
-            return {"policy": policy}
-        if t is not None:
-            self.taid.update(sdpo.loss, plan.batch.id + 1)
-        return {"policy": policy, "sdpo": sdpo}
+                policy.add(found, self.parameters, keep_graph=output.distilled is not None)
+                if output.distilled is not None:
+                    sdpo.add(output.distilled, self.parameters, keep_graph=False)
+            mismatch.add(*_mismatch(logprobs, x))
+        figures |= mismatch.over_procs(self.total).figures("mismatch")
+        unread = self.total({"unread": float(hinted is not None and bool(hinted.failure))})["unread"]
+        figures["sdpo/unread"] = float(unread > 0)
+        if sdpo.gradient is None or unread:
+            # A teacher that dies while it is read costs the step this channel, whole: half of it would be biased.
+            return {"policy": policy}, figures
+        if self.sdpo.loss.kind == "taid":
+            self.taid.update(self.total({"loss": sdpo.loss})["loss"], plan.batch.id + 1)
+        return {"policy": policy, "sdpo": sdpo}, figures
 
-    def _teacher_rows(self, hinted: Hinted, count: int) -> torch.Tensor | None:
-        """The next `count` rows (count, V); None, and `hinted.failure`, when they cannot be read."""
-        with self.spans("trainer/wait_logits", waiting=True):
+    def _distillation(
+        self, micro: MicroBatch, x: Inputs, counts: list[int], hinted: Hinted | None, rows: float
+    ) -> Distillation:
+        """The micro-batch's part of the SDPO loss, which is normalized by the step's `rows`."""
+        loss = partial(
+            sdpo_loss,
+            config=self.sdpo.loss,
+            normalizer=rows,
+            t=self.taid.t if self.sdpo.loss.kind == "taid" else None,
+        )
+        at = site_rows(micro.sites, counts, x.packed.starts).to(x.packed.ids.device)
+        return Distillation(
+            at, partial(self._read, hinted), lambda student, teacher: loss(student, teacher.to(student.device))
+        )
+
+    def _read(self, hinted: Hinted | None, count: int) -> torch.Tensor | None:
+        """The teacher's next `count` rows (count, V); None, and `hinted.failure`, when they cannot be read."""
+        if hinted is None or hinted.failure:
+            return None
+        # The forward pass that asks for the rows does not work while it waits for them.
+        with self.spans.interrupted("trainer/forward"), self.spans("trainer/wait_logits", waiting=True):
             try:
                 return hinted.read(count)
             except (LogitsGone, RegionError, TimeoutError) as error:
-                # A teacher that dies while it is read costs the step this channel, whole: half of it would be biased.
                 hinted.failure = f"{type(error).__name__}: {error}"
                 return None
 
+    def _sdpo_figures(self, plan: StepPlan, hinted: Hinted | None) -> tuple[dict[str, float], float]:
+        """What becomes of the plan's failing turns, what the teacher said of itself, and its rows; of all procs."""
+        answered = hinted is not None
+        accuracy = hinted.accuracy if hinted else None
+        gated = accuracy is not None and accuracy < self.sdpo.min_hinted_accuracy
+        own = {
+            "sites": float(len(plan.contexts)),
+            "sites_left_out": float(plan.sites_left_out),
+            "missing": float(bool(plan.contexts) and not answered),
+            "gated": float(gated),
+        }
+        said = Averages()
+        if hinted is not None:
+            own["rows"] = float(sum(hinted.row_counts))
+            own["contexts_left_out"] = float(sum(count == 0 for count in hinted.row_counts))
+            said.add({"teacher_version": float(hinted.version)}, 1)
+        measured = Averages()
+        if accuracy is not None:
+            measured.add({"hinted_accuracy": accuracy}, 1)
+        own = self.total(own)
+        # The procs go with or without the channel together: one that has no answer leaves it out for all.
+        own |= {name: float(own[name] > 0) for name in ("missing", "gated")}
+        figures = {f"sdpo/{name}": value for name, value in own.items()}
+        figures |= said.over_procs(self.total).figures("sdpo") | measured.over_procs(self.total).figures("sdpo")
+        return figures, 0.0 if own["missing"] else own.get("rows", 0.0)
+
     def _replay_channel(self, plan: StepPlan) -> Channel:
         channel = Channel(self.replay.beta, self.replay.max_grad_norm)
-        lengths = [max(c.length, r.length) * 2 for c, r in zip(plan.chosen, plan.rejected, strict=True)]
-        for indices in micro_batches(lengths, self.max_tokens):
-            chosen = self._responses([plan.chosen[i] for i in indices])
-            rejected = self._responses([plan.rejected[i] for i in indices])
-            found = preference_loss(chosen, rejected, self.replay.loss, normalizer=float(len(plan.chosen)))
+        for batch in plan.pair_batches:
+            chosen, rejected = self._responses(batch)
+            found = preference_loss(chosen, rejected, self.replay.loss, normalizer=float(plan.pairs))
             channel.add(found, self.parameters, keep_graph=False)
         return channel
 
-    def _responses(self, samples: list[TrainSample]) -> Responses:
-        c = self._collate(samples)
-        reference = self._reference(c, temperature=1.0) if self.replay.loss.objective == "dpo" else None
-        return Responses(token_logprobs(self._logits(c), c["token_ids"]), c["loss_mask"], reference)
+    def _responses(self, batch: PairBatch) -> tuple[Responses, Responses]:
+        """Both sides from one forward pass. Nobody sampled them at a temperature: they are compared at 1."""
+        number = len(batch.chosen)
+        x = self._inputs([*batch.chosen, *batch.rejected], 1.0, self.replay.loss.objective == "dpo")
+        logprobs = x.packed.spread(self.policy_model(x.packed).logprobs)
+        halves = slice(0, number), slice(number, None)
+        chosen, rejected = (
+            Responses(logprobs[half], x.loss_mask[half], None if x.reference is None else x.reference[half])
+            for half in halves
+        )
+        return chosen, rejected
 
-    def _collate(self, samples: list[TrainSample]) -> Tensors:
-        device = self.parameters[0].device
-        return {name: tensor.to(device) for name, tensor in collate(samples, pad_id=self.eos_id).items()}
+    def _inputs(self, samples: list[TrainSample], temperature: float, compared: bool) -> Inputs:
+        device = self.policy_model.device
+        packed = pack(samples, device)
+        x = Inputs(packed, **{name: tensor.to(device) for name, tensor in collate(samples).items()})
+        if compared:
+            assert self.reference is not None
+            with torch.no_grad():
+                x.reference = packed.spread(self.reference(packed, temperature).logprobs)
+        return x
 
-    def _logits(self, c: Tensors) -> torch.Tensor:
-        """Of the policy, (B, T, V)."""
-        logits: torch.Tensor = self.model(input_ids=c["token_ids"], attention_mask=c["attention_mask"]).logits
-        return logits
-
-    # ---- the reference policy ------------------------------------------------------------------------------------
+    def _normalizer(self, x: Inputs) -> float:
+        return policy_normalizer(x.loss_mask, self.policy, old_logprobs=x.behaviour_logprobs, truncated=x.truncated)
 
     @torch.no_grad()
-    def _reference(self, c: Tensors, temperature: float) -> torch.Tensor:
-        """Logprobs (B, T - 1) of the tokens under the initial policy."""
-        assert self.reference is not None
-        logits = self.reference(input_ids=c["token_ids"], attention_mask=c["attention_mask"]).logits
-        return token_logprobs(logits, c["token_ids"], temperature=temperature)
-
-    @torch.no_grad()
-    def _advantages(
-        self, plan: StepPlan, collated: list[Tensors], references: list[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        """Each micro-batch's advantages (B,), with the KL taken off where it belongs to the reward.
+    def _take_kl_off_advantages(self, plan: StepPlan, inputs: list[Inputs]) -> None:
+        """Where the KL belongs to the reward, set each micro-batch's advantages (B,) accordingly.
 
         The KL is a rollout's, over all of its sequences, and so is the mean over its group. Both may be spread over
-        micro-batches, so they are taken before the advantages are dealt out to sequences again.
+        micro-batches and procs, so they are taken before the advantages are dealt out to sequences again.
         """
         if not self.policy.kl_in_reward:
-            return [c["advantages"] for c in collated]
+            return
         groups = plan.batch.groups
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        row_of = {rollout.id: row for row, rollout in enumerate(rollouts)}
-        kl = torch.zeros(len(rollouts), 1)
-        rows = [torch.tensor([row_of[sample.rollout_id] for sample in micro.samples]) for micro in plan.micro_batches]
-        for c, reference, row in zip(collated, references, rows, strict=True):
-            assert reference is not None
-            current = token_logprobs(self._logits(c), c["token_ids"], temperature=self.temperature)
-            per_token = kl_estimate(current, reference, "k1").masked_fill(~c["loss_mask"], 0.0)
-            kl.index_add_(0, row, per_token.sum(1, keepdim=True).cpu())
+        kl = {rollout.id: 0.0 for rollout in rollouts}
+        for micro, x in zip(plan.micro_batches, inputs, strict=True):
+            assert x.reference is not None
+            current = x.packed.spread(self.policy_model(x.packed, self.temperature).logprobs)
+            of_sequences = kl_estimate(current, x.reference, "k1").masked_fill(~x.loss_mask, 0.0).sum(1)
+            for sample, value in zip(micro.samples, of_sequences.tolist(), strict=True):
+                kl[sample.rollout_id] = kl.get(sample.rollout_id, 0.0) + value
+        kl = self.total(kl)
+        # k1 is a difference of logprobs, so a rollout's KL stands for its logprob against a reference of 0.
+        of_rollouts = torch.tensor([[kl[rollout.id]] for rollout in rollouts]).reshape(-1, 1)
         adjusted = kl_in_reward(
             torch.tensor([advantage for group in groups for advantage in group.advantages]),
-            kl,  # k1 is a difference of logprobs, so a rollout's KL stands for its logprob against a reference of 0
-            torch.zeros_like(kl),
-            torch.ones_like(kl),
+            of_rollouts,
+            torch.zeros_like(of_rollouts),
+            torch.ones_like(of_rollouts),
             torch.tensor([number for number, group in enumerate(groups) for _ in group.rollouts]),
             beta=self.policy.kl_beta,
             scaling=self.advantage_scaling,
             scorable=torch.tensor([bool(scorable([rollout.reward])) for rollout in rollouts]),
         )
-        return [adjusted[row].to(c["advantages"]) for c, row in zip(collated, rows, strict=True)]
+        advantage_of = dict(zip((rollout.id for rollout in rollouts), adjusted.tolist(), strict=True))
+        for micro, x in zip(plan.micro_batches, inputs, strict=True):
+            # An empty sample is of no rollout.
+            x.advantages = x.advantages.new_tensor([advantage_of.get(s.rollout_id, 0.0) for s in micro.samples])
 
     # ---- the optimizer -------------------------------------------------------------------------------------------
 
@@ -329,23 +380,7 @@ def needs_reference(policy: PolicyConfig, replay: ReplayConfig) -> bool:
     return policy.kl_beta > 0 or (replay.beta > 0 and replay.loss.objective == "dpo")
 
 
-def _mismatch(logprobs: torch.Tensor, c: Tensors) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _mismatch(logprobs: torch.Tensor, x: Inputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """KL (k3) between the policy at the start of the step and whoever sampled the tokens, and the tokens it is over."""
-    mask = finite_tokens(c["loss_mask"], c["behaviour_logprobs"])
-    return {"kl": masked_mean(kl_estimate(logprobs.detach(), c["behaviour_logprobs"]), mask)}, mask.sum()
-
-
-def _sdpo_figures(plan: StepPlan, hinted: Hinted | None) -> dict[str, float]:
-    """What became of the plan's failing turns, and what the teacher said of itself."""
-    figures = {
-        "sdpo/sites": float(len(plan.contexts)),
-        "sdpo/sites_left_out": float(plan.sites_left_out),
-        "sdpo/missing": float(bool(plan.contexts) and hinted is None),
-    }
-    if hinted is not None:
-        figures["sdpo/rows"] = float(sum(hinted.row_counts))
-        figures["sdpo/contexts_left_out"] = float(sum(count == 0 for count in hinted.row_counts))
-        figures["sdpo/teacher_version"] = float(hinted.version)
-        if hinted.accuracy is not None:
-            figures["sdpo/hinted_accuracy"] = hinted.accuracy
-    return figures
+    mask = finite_tokens(x.loss_mask, x.behaviour_logprobs)
+    return {"kl": masked_mean(kl_estimate(logprobs.detach(), x.behaviour_logprobs), mask)}, mask.sum()

@@ -1,16 +1,20 @@
-"""What a step will do, laid out before it begins, so that the teacher can be asked while the previous step runs."""
+"""What a step will do, laid out before it begins, so that the teacher can be asked while the previous step runs.
+
+The number of forward and backward passes follows from the plan alone, never from what happens on the way. The procs of
+a sharded trainer need that: each pass is a collective. `StepPlan.share` deals a plan out to them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
 from mesh.messages import HintedContext, TrainBatch
-from services.rollouts.collate import micro_batches
+from services.rollouts.collate import empty_sample, micro_batches
 from services.rollouts.samples import TrainSample, flatten, hinted_contexts
 
 T = TypeVar("T")
@@ -28,8 +32,19 @@ class Site:
 
 @dataclass(slots=True)
 class MicroBatch:
+    """One forward pass. `distills`: it has a backward pass of the SDPO channel, here or on another proc."""
+
     samples: list[TrainSample]
     sites: list[Site]
+    distills: bool
+
+
+@dataclass(slots=True)
+class PairBatch:
+    """One forward pass over both sides of some pairs; `chosen[i]` and `rejected[i]` are one pair."""
+
+    chosen: list[TrainSample]
+    rejected: list[TrainSample]
 
 
 @dataclass(slots=True)
@@ -38,13 +53,31 @@ class StepPlan:
 
     batch: TrainBatch
     micro_batches: list[MicroBatch]
-    chosen: list[TrainSample]
-    rejected: list[TrainSample]
+    pair_batches: list[PairBatch]
+    pairs: int  # of the whole step
     sites_left_out: int = 0
 
     @property
     def contexts(self) -> list[HintedContext]:
         return [site.context for micro in self.micro_batches for site in micro.sites]
+
+    def share(self, number: int, procs: int) -> StepPlan:
+        """What proc `number` of `procs` does of this plan. All have the same passes; some of those may be empty.
+
+        Every sample, failing turn and pair is in one share. Neighbours in the plan, which are of similar size, are done
+        at the same time. Each proc asks the teacher about the contexts of its own share.
+        """
+        micro = []
+        for start in range(0, len(self.micro_batches), procs):
+            together = self.micro_batches[start : start + procs]
+            mine = together[number] if number < len(together) else MicroBatch([empty_sample()], [], False)
+            micro.append(replace(mine, distills=any(each.distills for each in together)))
+        pairs = []
+        for start in range(0, len(self.pair_batches), procs):
+            batches = self.pair_batches[start : start + procs]
+            pairs.append(batches[number] if number < len(batches) else PairBatch([empty_sample()], [empty_sample()]))
+        left_out = self.sites_left_out if number == 0 else 0  # counted once
+        return StepPlan(self.batch, micro, pairs, self.pairs, left_out)
 
 
 @dataclass(slots=True)
@@ -95,11 +128,12 @@ def plan_step(
     max_tokens: int,
     max_sites: int,
     pairs: tuple[list[TrainSample], list[TrainSample]] = ([], []),
+    padded: bool = False,
 ) -> StepPlan:
-    """Samples in micro-batches of at most `max_tokens` padded tokens, each with its failing turns that have a hint.
+    """Samples in micro-batches of at most `max_tokens` tokens, each with its failing turns that have a hint.
 
     Of more than `max_sites` failing turns, evenly spread ones are kept; 0 leaves the distillation out. `pairs` are the
-    chosen and rejected samples.
+    chosen and rejected samples. `padded`: padding counts as tokens.
     """
     samples = flatten(batch.groups)
     index_of = {(s.rollout_id, s.sequence): i for i, s in enumerate(samples)}
@@ -112,11 +146,20 @@ def plan_step(
     ]
     kept = evenly(sites, max_sites)
     micro = []
-    for indices in micro_batches([s.length for s in samples], max_tokens):
+    for indices in micro_batches([s.length for s in samples], max_tokens, padded=padded):
         row_of = {index: row for row, index in enumerate(indices)}
         here = [Site(row_of[i], position, context) for i, position, context in kept if i in row_of]
-        micro.append(MicroBatch([samples[i] for i in indices], here))
-    return StepPlan(batch, micro, *pairs, sites_left_out=len(sites) - len(kept))
+        micro.append(MicroBatch([samples[i] for i in indices], here, distills=bool(here)))
+    return StepPlan(batch, micro, _pair_batches(*pairs, max_tokens, padded), len(pairs[0]), len(sites) - len(kept))
+
+
+def _pair_batches(
+    chosen: list[TrainSample], rejected: list[TrainSample], max_tokens: int, padded: bool
+) -> list[PairBatch]:
+    both = zip(chosen, rejected, strict=True)
+    lengths = [2 * max(c.length, r.length) if padded else c.length + r.length for c, r in both]
+    batches = micro_batches(lengths, max_tokens, padded=padded)
+    return [PairBatch([chosen[i] for i in indices], [rejected[i] for i in indices]) for indices in batches]
 
 
 def evenly(items: Sequence[T], limit: int) -> list[T]:
@@ -126,8 +169,10 @@ def evenly(items: Sequence[T], limit: int) -> list[T]:
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
-def gather_sites(logits: torch.Tensor, sites: Sequence[Site], rows: Sequence[int]) -> torch.Tensor:
-    """The student's rows (N, V) of the aligned tokens: `rows[i]` positions of site `i` from its first on."""
-    where = [(site.row, site.position + j) for site, count in zip(sites, rows, strict=True) for j in range(count)]
-    index = torch.tensor(where, dtype=torch.long, device=logits.device).reshape(-1, 2)
-    return logits[index[:, 0], index[:, 1]]
+def site_rows(sites: Sequence[Site], rows: Sequence[int], starts: Sequence[int]) -> torch.Tensor:
+    """Indices (N,) int64 of the aligned tokens' predictions among packed tokens: `rows[i]` from site `i`'s first on.
+
+    `starts[r]` is the index of the first token of the micro-batch's sample `r`.
+    """
+    first = [starts[site.row] + site.position for site in sites]
+    return torch.tensor([at + j for at, count in zip(first, rows, strict=True) for j in range(count)], dtype=torch.long)

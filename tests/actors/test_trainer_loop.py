@@ -348,7 +348,7 @@ def test_waiting_for_logits_is_idle_and_the_rest_of_the_step_is_not(model_path, 
             spend(6.0)
             return torch.zeros(count, len(build_tokenizer()))
 
-        actor.learner.model.register_forward_pre_hook(lambda *_: spend(2.0))
+        actor.learner.policy_model.register_forward_pre_hook(lambda *_: spend(2.0))
         plan = actor.learner.plan(batch(0))
         await actor._train(plan, Hinted.from_reader(read, [0, 4, 8]), None)
         await actor.teardown()

@@ -27,37 +27,28 @@ def samples_of(*lengths):
     return flatten([Group(TASK, made, [float(n) for n in range(len(made))], False, 0)])
 
 
-def test_labels_and_logprobs_stand_in_the_column_that_predicts_them():
-    batch = collate(samples_of(3, 1), pad_id=0)
-    assert batch["token_ids"].tolist() == [[1, 2, 10, 11, 12], [1, 2, 10, 0, 0]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    assert batch["labels"].tolist() == [[-100, 10, 11, 12], [-100, 10, -100, -100]]
+def test_masks_and_logprobs_stand_in_the_column_that_predicts_them():
+    batch = collate(samples_of(3, 1))
+    assert batch["loss_mask"].tolist() == [[False, True, True, True], [False, True, False, False]]
     assert batch["behaviour_logprobs"].tolist() == [[0.0, -0.5, -0.5, -0.5], [0.0, -0.5, 0.0, 0.0]]
-    assert torch.equal(batch["loss_mask"], batch["labels"] != -100)
     assert batch["advantages"].tolist() == [0.0, 1.0]
-    assert batch["lengths"].tolist() == [5, 3]
     assert batch["truncated"].tolist() == [False, False]
-
-
-def test_a_pad_id_that_equals_a_trained_token_changes_no_mask():
-    samples = samples_of(3, 1)
-    for pad_id in (0, 12, 2):
-        batch = collate(samples, pad_id)
-        assert batch["loss_mask"].sum() == 4
-        assert batch["attention_mask"].sum() == 8
 
 
 def test_no_samples_is_an_error():
     with pytest.raises(ValueError, match="leave the channel out"):
-        collate([], pad_id=0)
+        collate([])
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
-def test_micro_batches_hold_every_sequence_once_within_the_padded_budget(lengths, budget):
-    groups = micro_batches(lengths, budget)
-    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
-    for group in groups:
-        assert len(group) * max(lengths[index] for index in group) <= budget or len(group) == 1
+def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budget):
+    for padded in (False, True):
+        groups = micro_batches(lengths, budget, padded=padded)
+        assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+        for group in groups:
+            inside = [lengths[index] for index in group]
+            assert (len(group) * max(inside) if padded else sum(inside)) <= budget or len(group) == 1
+    assert len(micro_batches(lengths, budget)) <= len(micro_batches(lengths, budget, padded=True))
 
 
 def test_a_budget_below_one_token_is_refused():
@@ -97,14 +88,13 @@ def test_student_and_teacher_positions_predict_the_same_tokens(prompt, turns):
     sites = hinted_contexts(made)
     student_idx, teacher_idx = alignment(sites)
     samples = flatten([Group(TASK, [made], [1.0], False, 0)])
-    token_ids = collate(samples, pad_id=0)["token_ids"]
     assert student_idx.shape == teacher_idx.shape
     assert torch.equal(student_idx == -1, teacher_idx == -1)
     hinted_turns = [turn for turn in made.turns if turn.error]
     assert len(sites) == len(hinted_turns)
     for row, (site, turn) in enumerate(zip(sites, hinted_turns, strict=True)):
         used = student_idx[row] >= 0
-        student = token_ids[student_rows([site], samples)[0]]
+        student = torch.from_numpy(samples[student_rows([site], samples)[0]].token_ids)
         teacher = torch.tensor(site.context.prompt_ids + site.context.turn_ids)
         sampled = made.sequences[turn.sequence].token_ids[turn.start : turn.stop]
         assert student[student_idx[row][used] + 1].tolist() == sampled

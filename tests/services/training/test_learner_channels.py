@@ -16,7 +16,7 @@ from training_builders import (
     forward_calls,
     gradients,
     learner,
-    logit_gradients,
+    row_gradients,
     step,
     tiny_model,
     weights,
@@ -32,19 +32,10 @@ from services.weights.logits import LogitsGone
 ARCHITECTURES = ["qwen3", "llama"]
 
 
-def touched(found: list[tuple[torch.Tensor, torch.Tensor]]) -> set[tuple[tuple[int, ...], int]]:
-    """`(ids, position)` of every logit row with a gradient. Padding (0 or eos at the end) is cut off the ids."""
-    where = set()
-    for ids, gradient in found:
-        for row, t in gradient.abs().sum(-1).nonzero().tolist():
-            where.add((tuple(ids[row].tolist()), t))
-    return where
-
-
 def rows_of(ids: tuple[int, ...], made: TrainBatch) -> list[tuple[int, int]]:
-    """The sampled spans of the sequence that, padded, is `ids`."""
+    """The sampled spans of the sequence `ids`."""
     for q in (q for g in made.groups for r in g.rollouts for q in r.sequences):
-        if list(ids[: len(q.token_ids)]) == q.token_ids:
+        if list(ids) == q.token_ids:
             return q.sampled
     raise AssertionError("a forward pass over ids that are in no rollout")
 
@@ -54,7 +45,7 @@ def test_policy_gradient_is_on_sampled_tokens_with_an_advantage_and_nowhere_else
     model = tiny_model(architecture=architecture)
     made = batch(model)
     of = learner(model)
-    with logit_gradients(of.model) as found:
+    with row_gradients(of) as found:
         metrics = step(of, made)
     expected = sum(
         stop - start
@@ -63,7 +54,7 @@ def test_policy_gradient_is_on_sampled_tokens_with_an_advantage_and_nowhere_else
         if advantage
         for start, stop in r.sequences[0].sampled
     )
-    acted = touched(found)
+    acted = set(found)
     assert len(acted) == expected > 0
     for ids, t in acted:
         assert any(start - 1 <= t < stop - 1 for start, stop in rows_of(ids, made))
@@ -75,9 +66,9 @@ def test_sdpo_gradient_is_on_the_failing_turns_and_nowhere_else(architecture):
     model = tiny_model(architecture=architecture)
     made = without_advantages(batch(model))
     of = learner(model, alpha=1.0)
-    with logit_gradients(of.model) as found:
+    with row_gradients(of) as found:
         metrics = step(of, made, whole_turn_teacher(model))
-    acted = touched(found)
+    acted = set(found)
     turns = [turn for g in made.groups for r in g.rollouts for turn in r.turns if turn.error]
     assert len(acted) == sum(turn.stop - turn.start for turn in turns) == metrics["sdpo/rows"] > 0
     for ids, t in acted:
@@ -93,7 +84,7 @@ def test_replay_gradient_is_on_both_responses_and_nowhere_else(architecture, obj
     model = tiny_model(architecture=architecture)
     made = without_advantages(batch(model))
     of = learner(model, copy.deepcopy(model), beta=1.0, replay_loss={"objective": objective, "nll_weight": 0.3})
-    with logit_gradients(of.model) as found:
+    with row_gradients(of) as found:
         metrics = step(of, made)
     lengths = [
         (len(p.prompt_ids), len(response))
@@ -101,7 +92,7 @@ def test_replay_gradient_is_on_both_responses_and_nowhere_else(architecture, obj
         for response in ([*encode(p.chosen), EOS], p.rejected_ids)
     ]
     expected = sorted(prompt - 1 + j for prompt, response in lengths for j in range(response))
-    assert sorted(t for _, t in touched(found)) == expected
+    assert sorted(t for _, t in found) == expected
     assert metrics["replay/grad_norm"] > 0
     assert metrics["replay/pairs"] == len(made.pairs)
 
@@ -178,7 +169,7 @@ def test_without_weights_the_step_is_bit_identical_to_the_policy_alone():
     for _ in range(3):
         plan = off.plan(full)
         assert not plan.contexts
-        assert not plan.chosen
+        assert not plan.pair_batches
         off.step(plan, None)
         step(alone, bare)
     assert torch.equal(weights(off), weights(alone))
@@ -201,8 +192,8 @@ def test_channels_without_weight_or_input_cost_no_forward_pass():
 
     assert passes(full, 0.0, 0.0) == (1, 0)
     assert passes(full, 1.0, 0.0) == (1, 0)  # shares the policy's pass
-    assert passes(full, 0.0, 1.0) == (3, 0)  # chosen and rejected
-    assert passes(full, 0.0, 1.0, "dpo") == (3, 2)
+    assert passes(full, 0.0, 1.0) == (2, 0)  # chosen and rejected together
+    assert passes(full, 0.0, 1.0, "dpo") == (2, 1)
     assert passes(batch(model, pairs=0), 1.0, 1.0, "dpo") == (1, 0)
     assert passes(batch(model, failing=(), pairs=0), 1.0, 1.0, "dpo") == (1, 0)
 

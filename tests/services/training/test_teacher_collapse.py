@@ -17,6 +17,7 @@ from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
 from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.policy_model import PolicyModel
 
 STEPS, PROBLEMS, GROUP = 10, 4, 8
 
@@ -29,7 +30,7 @@ def distill(weights: str) -> tuple[list[float], float]:
     config = HintedTeacherConfig(**({"weights": weights} if weights != "the default" else {}))
     teacher = HintedTeacher(load_model(path), policy, config)
     learner = Learner(
-        policy, None, lambda text: [], tokenizer.eos_token_id, steps=STEPS,
+        PolicyModel(policy), None, lambda text: [], tokenizer.eos_token_id, steps=STEPS,
         optimizer=OptimizerConfig(lr=1e-3, schedule="constant"), policy=PolicyConfig(),
         sdpo=SDPOConfig(alpha=1.0, hinted=config), replay=ReplayConfig(beta=0.0),
     )  # fmt: skip

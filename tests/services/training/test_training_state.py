@@ -18,6 +18,7 @@ from services.losses.preference import PreferenceConfig
 from services.losses.sdpo import SDPOLossConfig
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
 from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.policy_model import PolicyModel
 from services.training.state import load_state, save_state
 
 SHAPE = TinyModelConfig(hidden_size=32, intermediate_size=48, layers=2, heads=1, head_dim=32)
@@ -26,7 +27,7 @@ SHAPE = TinyModelConfig(hidden_size=32, intermediate_size=48, layers=2, heads=1,
 def make_learner(model: Any, **optimizer: Any) -> Learner:
     """All channels on, with every piece of state that a step leaves behind."""
     return Learner(
-        model, build_model(SHAPE, 0), encode, EOS, steps=6, temperature=1.0, max_tokens=200,
+        PolicyModel(model), PolicyModel(build_model(SHAPE, 0)), encode, EOS, steps=6, temperature=1.0, max_tokens=200,
         optimizer=OptimizerConfig(**{"lr": 1e-3, "warmup_steps": 2, "weight_decay": 0.01, **optimizer}),
         policy=PolicyConfig(objective="dapo"),
         sdpo=SDPOConfig(alpha=0.2, loss=SDPOLossConfig(kind="taid")),

@@ -19,6 +19,7 @@ from services.losses.sdpo import SDPOLossConfig
 from services.rollouts.advantages import group_advantages, is_dead
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
 from services.training.learner import Hinted, Learner, OptimizerConfig, ReplayConfig, SDPOConfig, StepPlan
+from services.training.policy_model import PolicyModel
 
 VOCAB, EOS, OPENER = 40, 1, 2  # OPENER is the last token before every turn, as a chat template writes it
 
@@ -152,12 +153,13 @@ def learner(
     sdpo: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
     policy: dict[str, Any] | None = None,
+    model_settings: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Learner:
     """A learner on a copy of `model`; `alpha` and `beta` are the channels' weights."""
     return Learner(
-        copy.deepcopy(model),
-        reference,
+        PolicyModel(copy.deepcopy(model), **(model_settings or {})),
+        None if reference is None else PolicyModel(reference, **(model_settings or {})),
         encode,
         EOS,
         steps=100,
@@ -196,9 +198,9 @@ def weights(of: Learner) -> torch.Tensor:
 
 @contextmanager
 def forward_calls(model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of the ids of every forward pass of `model` inside the block."""
+    """The shapes of the ids of every forward pass of `model`'s trunk inside the block."""
     calls: list[tuple[int, ...]] = []
-    handle = model.register_forward_pre_hook(
+    handle = model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:
@@ -208,15 +210,24 @@ def forward_calls(model: Any) -> Iterator[list[tuple[int, ...]]]:
 
 
 @contextmanager
-def logit_gradients(model: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """`(ids, gradient of the logits)` for every backward pass through a forward pass of `model` inside the block."""
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+def row_gradients(of: Learner) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+    """`(ids, position)` of every prediction that a backward pass goes through inside the block.
+
+    A prediction's logits are its last hidden state times the head, so a gradient in the one is a gradient in the other.
+    """
+    found: list[tuple[tuple[int, ...], int]] = []
 
     def watch(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if output.logits.requires_grad:
-            output.logits.register_hook(lambda g: found.append((kwargs["input_ids"], g.clone())))
+        ids, lengths = kwargs["input_ids"][0], kwargs["sequences"].lengths
 
-    handle = model.register_forward_hook(watch, with_kwargs=True)
+        def record(gradient: torch.Tensor) -> None:
+            for sequence, rows in zip(ids.split(lengths), gradient[0].split(lengths), strict=True):
+                found.extend((tuple(sequence.tolist()), t) for t in rows.abs().sum(-1).nonzero().flatten().tolist())
+
+        if output.last_hidden_state.requires_grad:
+            output.last_hidden_state.register_hook(record)
+
+    handle = of.model.base_model.register_forward_hook(watch, with_kwargs=True)
     try:
         yield found
     finally:
