@@ -108,7 +108,7 @@ class TransformersEngine:
         if request.id in self._running:
             raise ValueError(f"request {request.id} is running already; give every request its own id")
         if len(self._running) >= self.capacity:
-            raise EngineError(f"all {self.capacity} slots are running; submit {request.id} after a step frees one")
+            raise EngineError(f"all {self.capacity} places are taken; submit {request.id} after a step frees one")
         slot, cached = self._take_slot(request.prompt_ids)
         rng = self._rng if request.seed is None else random.Random(request.seed)
         self._running[request.id] = _Row(request, slot, list(request.prompt_ids), cached, cached, rng)

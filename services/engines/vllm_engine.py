@@ -55,9 +55,6 @@ from services.engines import vllm_worker  # noqa: E402
 CPU_BLOCK = 32  # tokens of a KV block, and the grain of prefix reuse; the CPU kernels want a multiple of 32
 CPU_CACHE_BYTES = 2 << 30  # most that the KV cache takes by default
 
-# A reload of some layers says of each of the others that it failed to load.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
 
 @dataclass(slots=True)
 class _Row:
@@ -102,6 +99,9 @@ class VLLMEngine:
         self._rng = random.Random(config.seed)
         self._running: dict[str, _Row] = {}
         self._vllm = LLMEngine.from_engine_args(_engine_args(model_path, model.config, config))
+        # It warns of each layer that a reload gives nothing to, at every update; here `vllm_worker.load` checks that.
+        # After the engine was made: making one sets all levels anew.
+        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
         self._storage_sizes = self._rpc(vllm_worker.storage_sizes)
 
     def close(self) -> None:
@@ -145,7 +145,8 @@ class VLLMEngine:
             max_tokens=min(request.max_tokens, self._config.max_length - len(request.prompt_ids)),
             temperature=0.0 if request.greedy else request.temperature,
             seed=seed,
-            stop_token_ids=list(request.stop_ids),
+            # What is no token can never stop it; vLLM refuses such ids.
+            stop_token_ids=[token for token in request.stop_ids if 0 <= token < self._vocab_size],
             ignore_eos=True,  # only the request says what stops it
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,

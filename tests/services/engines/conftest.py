@@ -1,77 +1,58 @@
-"""Tiny random decoders, and the plain forward pass that an engine's logprobs are compared with."""
+"""Both kinds of engine over tiny random decoders."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from engine_builders import VOCAB, VLLMEngines, make_model
 
-from services.engines.engine import Generation, GenerationRequest
-
-VOCAB = 58
-
-
-def make_model(architecture: str = "qwen3-tied", seed: int = 0, **overrides: Any) -> Any:
-    """ "qwen3-tied", "llama-tied" or "llama-untied" (the last two with grouped-query attention); weights far from 0."""
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "tie_word_embeddings": architecture.endswith("-tied"),
-        **overrides,
-    }
-    if architecture.startswith("qwen3"):
-        return Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=4, **shape)).eval()
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, **shape)).eval()
+from services.engines.engine import Engine, EngineConfig
+from services.engines.transformers_engine import TransformersEngine
 
 
 @pytest.fixture
-def tiny() -> Callable[..., Any]:
-    return make_model
-
-
-@pytest.fixture
-def prompt() -> Callable[..., list[int]]:
+def prompt() -> Callable[[int], list[int]]:
+    """Random ids, the same ones in every run of a test."""
     rng = random.Random(0)
     return lambda length: [rng.randrange(6, VOCAB) for _ in range(length)]
 
 
-@pytest.fixture
-def expect_logprobs() -> Callable[..., None]:
-    return assert_logprobs_of
+@pytest.fixture(scope="module")
+def vllm_engines() -> Iterator[VLLMEngines]:
+    environment = dict(os.environ)
+    engines = VLLMEngines()
+    yield engines
+    engines.close()
+    os.environ.clear()  # vLLM preloads libraries for processes that it may start; those of other tests want none
+    os.environ.update(environment)
 
 
-def worst_difference(model: Any, request: GenerationRequest, generation: Generation) -> float:
-    """The largest difference from log_softmax(logits / temperature) of one forward pass over the same ids."""
-    ids = request.prompt_ids + generation.token_ids
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids])).logits[0].float()
-    logprobs = torch.log_softmax(logits / (1.0 if request.greedy else request.temperature), dim=-1)
-    start = len(request.prompt_ids)
-    wanted = [logprobs[start - 1 + i, token].item() for i, token in enumerate(generation.token_ids)]
-    assert len(generation.logprobs) == len(wanted) > 0
-    return max(abs(a - b) for a, b in zip(generation.logprobs, wanted, strict=True))
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folders: dict[str, Path] = {}
+
+    def saved(architecture: str) -> Path:
+        if architecture not in folders:
+            folders[architecture] = tmp_path_factory.mktemp(architecture)
+            make_model(architecture).save_pretrained(folders[architecture])
+        return folders[architecture]
+
+    return saved
 
 
-def assert_logprobs_of(model: Any, request: GenerationRequest, generation: Generation) -> None:
-    difference = worst_difference(model, request, generation)
-    assert difference < 1e-4, f"{request.id}: logprobs differ by {difference}"
+@pytest.fixture(params=["transformers", "vllm"])
+def make_engine(request: pytest.FixtureRequest, model_folder: Callable[[str], Path]) -> Callable[..., Engine]:
+    """A new engine over `make_model(architecture)`, of either kind. vLLM's is one and the same: use one at a time."""
 
+    def make(architecture: str = "qwen3-tied", **settings: Any) -> Engine:
+        if request.param == "vllm":
+            return request.getfixturevalue("vllm_engines").fresh(model_folder(architecture), **settings)
+        config = EngineConfig(**{"max_batch": 8, "max_length": 400, "seed": 0, **settings})
+        return TransformersEngine(make_model(architecture), config)
 
-@pytest.fixture
-def logprob_error() -> Callable[..., float]:
-    return worst_difference
+    return make

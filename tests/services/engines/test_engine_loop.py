@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_builders import expect_logprobs, make_model
 
 from mesh.messages import VersionSpan
 from services.engines.engine import EngineConfig, EngineError, Generation, GenerationRequest
@@ -317,10 +318,8 @@ def test_stopping_fails_what_is_pending_and_ends_the_thread() -> None:
 
 
 @pytest.mark.parametrize("update", ["in_flight", "drain"])
-def test_episodes_over_a_real_engine_survive_updates_with_exact_logprobs(
-    update: str, tiny: Callable, prompt: Callable, expect_logprobs: Callable
-) -> None:
-    models = [tiny(seed=seed) for seed in range(3)]
+def test_episodes_over_a_real_engine_survive_updates_with_exact_logprobs(update: str, prompt: Callable) -> None:
+    models = [make_model(seed=seed) for seed in range(3)]
     config = EngineConfig(max_batch=6, max_length=400, seed=0, update=update)
     answered: list[tuple[GenerationRequest, Generation]] = []
     due = {version: asyncio.Event() for version in (1, 2)}
@@ -342,7 +341,7 @@ def test_episodes_over_a_real_engine_survive_updates_with_exact_logprobs(
             await loop.update(version, models[version].state_dict())
 
     async def main() -> None:
-        loop = EngineLoop(TransformersEngine(tiny(seed=0), config), config)
+        loop = EngineLoop(TransformersEngine(make_model(seed=0), config), config)
         await asyncio.gather(updates(loop), *(episode(loop, f"e{i}") for i in range(6)))
         stats = loop.stats()
         assert (stats.version, stats.updates, stats.tokens) == (2, 2, 6 * 6 * 8)
