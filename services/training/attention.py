@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from services.models import ModelError
 from services.training.packing import Boundaries
 
 PACKED_ATTENTION = "milkweed_packed"
@@ -30,7 +31,7 @@ VARLEN_HEAD_DIM = 256  # flash attention's largest
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal", "dropout", "return_dict", "output_attentions"}
 
 
-class PackingError(ValueError):
+class PackingError(ModelError):
     """The model cannot run packed; the message says why and what to do."""
 
 
@@ -52,6 +53,8 @@ def packed_attention(
     PackingError for an argument whose meaning is not known here.
     """
     if sequences is None:
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
+            raise PackingError("it does not hand keyword arguments down to its attention")
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     unknown = [
         name for name, given in others.items() if name not in _HARMLESS and given is not None and given is not False

@@ -33,6 +33,7 @@ from services.training.packing import Packed, pack_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+WITHOUT_PACKING = "set trainer.packing = false"
 PROBE_LENGTHS = (7, 4, 4, 2)
 
 
@@ -78,15 +79,13 @@ class PolicyModel(nn.Module):
         self._scale, self._softcap = _logit_shape(self._causal.config.get_text_config())
         self._checkpointed = _checkpoint_layers(self._causal) if checkpointing else []
         self.train(False)
-        if packing:
-            _use_packed_attention(self._causal)
-        self._check_against_the_model()
+        self._try_out()
 
     def train(self, mode: bool = True) -> PolicyModel:
         """Without effect but for this: no dropout, whatever `mode`, and layers that are checkpointed know it."""
         super().train(False)
         for layer in self._checkpointed:
-            layer.training = True  # of the layer alone, whose own code has no dropout; transformers asks for it
+            layer.training = True  # of the layer alone, not of what is in it: transformers asks for it
         return self
 
     def forward(
@@ -146,64 +145,51 @@ class PolicyModel(nn.Module):
         return Head(output.weight, getattr(output, "bias", None), self._scale, self._softcap)
 
     @torch.no_grad()
-    def _check_against_the_model(self) -> None:
+    def _try_out(self) -> None:
         """ModelError or PackingError unless this module gives the model's own logits on a few short sequences."""
+        name, config = type(self._causal).__name__, self._causal.config.get_text_config()
         generator = torch.Generator().manual_seed(0)
-        vocab = len(self._head().weight)
-        sequences = [torch.randint(vocab, (length,), generator=generator).tolist() for length in PROBE_LENGTHS]
-        packed = pack_ids(sequences, self.device)
-        ids, attended = packed.padded()
-        logits = self._causal(input_ids=ids, attention_mask=attended, use_cache=False).logits
-        expected = logits[attended.bool()].float()
-        name = type(self._causal).__name__
-        if self.packing:
-            try:
-                found = self._all_logits(packed)
-            except Exception as error:
-                # Whatever a model's own code raises: it was not written for this.
-                raise PackingError(_cannot_pack(name, f"{error}")) from error
-            if _equal(found, expected, self._head().weight.dtype):
-                _check_layers(name, self._causal.config.get_text_config(), packed)
-                return
-            self.packing = False
-        if not _equal(self._all_logits(packed), expected, self._head().weight.dtype):
-            raise ModelError(
-                f"the logits of {name} are not those of its output head at its last hidden states (scaled by "
-                f"{self._scale:g}, capped at {self._softcap}): it cannot be trained; use a model with a linear head"
-            )
-        if packed.boundaries.windows or self._causal.config._attn_implementation == PACKED_ATTENTION:
-            raise PackingError(_cannot_pack(name, "its layers let packed sequences see each other"))
+        probe = pack_ids(
+            [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in PROBE_LENGTHS], self.device
+        )
+        ids, attended = probe.padded()
+        expected = self._causal(input_ids=ids, attention_mask=attended, use_cache=False).logits[attended.bool()]
+        # Padded first: it tells a head that is not understood from layers that cannot run packed.
+        packing, self.packing = self.packing, False
+        trouble = self._trouble(probe, expected, "its logits are not a linear function of its last hidden states")
+        if trouble:
+            raise ModelError(f"{name} cannot be trained: {trouble}; use a model whose output head is a linear layer")
+        if not packing:
+            return
+        before = config._attn_implementation
+        self._causal.set_attn_implementation(PACKED_ATTENTION)
+        if config._attn_implementation != PACKED_ATTENTION:
+            raise PackingError(f"{name} cannot run packed: it has attention code of its own; {WITHOUT_PACKING}")
+        self.packing = True
+        trouble = self._trouble(probe, expected, "its layers mix packed sequences") or _hidden_trouble(config, probe)
+        if trouble:
+            self._causal.set_attn_implementation(before)
+            raise PackingError(f"{name} cannot run packed: {trouble}; {WITHOUT_PACKING}")
 
-    def _all_logits(self, packed: Packed) -> Tensor:
-        return torch.cat(list(self.logits(packed, torch.arange(len(packed.ids), device=self.device))))
-
-
-def _equal(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """As far as rounding lets two ways through the same weights agree."""
-    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((found.float() - expected).norm() <= tolerance * expected.norm())
+    def _trouble(self, probe: Packed, expected: Tensor, otherwise: str) -> str:
+        """Why this module does not give the `expected` logits (T, V); empty when it does."""
+        try:
+            found = torch.cat(list(self.logits(probe, torch.arange(len(probe.ids), device=self.device))))
+        except Exception as error:
+            # Whatever a model's own code raises: it was not written for this.
+            return str(error) if isinstance(error, PackingError) else f"{type(error).__name__}: {error}"
+        tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+        return "" if (found - expected.float()).norm() <= tolerance * expected.float().norm() else otherwise
 
 
-def _use_packed_attention(causal: Any) -> None:
-    """Let the model look its attention up under our name. PackingError when it does not look it up at all."""
-    causal.set_attn_implementation(PACKED_ATTENTION)
-    if causal.config.get_text_config()._attn_implementation != PACKED_ATTENTION:
-        raise PackingError(_cannot_pack(type(causal).__name__, "it has attention code of its own"))
-
-
-def _check_layers(name: str, config: Any, packed: Packed) -> None:
-    """PackingError for what short sequences do not show: windows and other layers that matter in long ones only."""
+def _hidden_trouble(config: Any, probe: Packed) -> str:
+    """What short sequences do not show: layers that are different in long ones only."""
     kinds = set(getattr(config, "layer_types", None) or [])
     strange = kinds - {"full_attention", "sliding_attention"}
     if strange:
-        raise PackingError(_cannot_pack(name, f"it has layers of kind {', '.join(sorted(strange))}"))
+        return f"it has layers of kind {', '.join(sorted(strange))}"
     sliding = "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
-    if sliding and not packed.boundaries.windows:
-        raise PackingError(_cannot_pack(name, "its attention is not told the sliding window"))
-
-
-def _cannot_pack(name: str, why: str) -> str:
-    return f"{name} cannot run packed: {why}; set trainer.packing = false"
+    return "its attention is not told the sliding window" if sliding and not probe.boundaries.windows else ""
 
 
 def _logit_shape(config: Any) -> tuple[float, float | None]:
@@ -226,5 +212,10 @@ def _checkpoint_layers(causal: Any) -> list[nn.Module]:
             f"{type(causal).__name__} has no layers whose activations can be computed again in backward: set "
             "trainer.gradient_checkpointing = false"
         )
+    for layer in layers:
+        # Dropout in the layer's own code goes by its `training`, which has to be set here.
+        for name, value in vars(layer).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(layer, name, 0.0)
     causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return layers
