@@ -31,8 +31,9 @@ from services.environments.hints import load_hint_modules
 from services.models import load_tokenizer
 from services.rollouts.chat import check_template
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
+from services.weights.config import WeightsConfig
+from services.weights.reader import Pulled, VersionGone
 from services.weights.region import RegionError
-from services.weights.snapshots import VersionGone, WeightsConfig
 
 GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
@@ -79,7 +80,8 @@ class GeneratorActor(MeshActor):
         self.score_limit_s = score_limit_s
         self.engine: EngineLoop | None = None
         self.counts = {"finished": 0, "truncated": 0, "failed": 0, "refused": 0, "lost": 0, "tokens": 0}
-        self.update_s = 0.0
+        self.update_s = 0.0  # of the last update
+        self.pulled = Pulled()  # what the last pull cost
         self.trouble = ""
         self._have_weights = asyncio.Event()
         self._episodes: set[asyncio.Task[None]] = set()
@@ -129,7 +131,9 @@ class GeneratorActor(MeshActor):
                 "cached_tokens": stats.cached_tokens,
                 "updates": stats.updates,
                 "failed_updates": stats.failed_updates,
-                "update_s": self.update_s,
+                "update_s": self.update_s,  # between two engine steps; the rest goes beside generation
+                "pull_s": self.pulled.seconds,
+                "pulled_bytes": self.pulled.nbytes,
             }
         return figures
 
@@ -144,6 +148,7 @@ class GeneratorActor(MeshActor):
                 tensors = await follower.newer(wait_s=2.0)
                 if tensors is None:
                     continue
+                self.pulled = follower.last
                 began = time.monotonic()
                 await self.engine.update(follower.version, tensors)
                 self.update_s = time.monotonic() - began

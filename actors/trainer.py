@@ -5,7 +5,8 @@
     └────────────────────────────────────────┬──────────────────────────────────────────┘
                                              ▼
     step k+1: learner.step in a thread, reading the rows chunk by chunk ─▶ release(LogitsRef), not waited for
-              ─▶ buffer.trained(k+1) ─▶ publish version k+2 ─▶ report ─▶ checkpoint when due
+              ─▶ buffer.trained(k+1) ─▶ copy version k+2 ─▶ report ─▶ checkpoint when due
+                                             └─▶ sealed and published while the next step runs
 
 Batch `k` trains from version `k` to version `k + 1`. It may be taken one step ahead; the buffer judges its staleness
 against the version that will train it. A published version is a snapshot: the optimizer goes on while readers pull.
@@ -49,7 +50,10 @@ from services.training.learner import (
 from services.training.policy_model import PolicyModel
 from services.training.report import describe_batch
 from services.training.state import load_state, save_state
-from services.weights.snapshots import SnapshotPublisher, WeightsConfig
+from services.weights.config import WeightsConfig
+from services.weights.plane import open_writer
+from services.weights.publishing import Publishing
+from services.weights.snapshots import SnapshotPublisher
 
 TEACHER_PATIENCE_S = 2.0  # a step does not wait until a dead SDPO teacher is placed again
 SAVE_LIMIT_S = 120.0  # for the checkpoint of a loop that was cancelled
@@ -113,7 +117,6 @@ class TrainerActor(MeshActor):
         self._between_steps = asyncio.Lock()  # held while a step changes the state; a checkpoint waits for it
         self._training: int | None = None  # the batch on which model, optimizer and buffer do not agree yet
         self._background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
-        self._publish_failures = 0
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -122,8 +125,10 @@ class TrainerActor(MeshActor):
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", keep=self.config.keep_checkpoints)
         await asyncio.to_thread(self._load)
-        self.publisher = SnapshotPublisher(self.learner.model.named_parameters(), self.weights_config)
-        await self.publisher.publish(self.step_n, self.learner.model.named_parameters())
+        writer, store = await open_writer(self._published, self.weights_config)
+        self.publisher = SnapshotPublisher([writer], self.weights_config, store)
+        self.publishing = Publishing(self.publisher, self.spans, self._note)
+        await self.publisher.publish(self.step_n)
         # Before the first batch is taken, the buffer and this trainer agree on what has been trained.
         await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.rewind, self.step_n)
 
@@ -156,6 +161,13 @@ class TrainerActor(MeshActor):
         if latest:
             self.step_n = load_state(latest.path, self.learner)
 
+    def _published(self) -> dict[str, torch.nn.Parameter]:
+        """What readers get: the parameters that are trained; they have the others."""
+        return {name: p for name, p in self.learner.model.named_parameters() if p.requires_grad}
+
+    def _note(self, trouble: str) -> None:
+        self.trouble = trouble
+
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
@@ -167,6 +179,7 @@ class TrainerActor(MeshActor):
             # `finish` waited its time for whatever this loop waits for. What was trained is saved all the same.
             await self._save()
             raise
+        await self.publishing.settled()  # the last version is the one that the run is judged by
         await self._save()
 
     async def _train_steps(self) -> None:
@@ -194,8 +207,8 @@ class TrainerActor(MeshActor):
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        if hasattr(self, "publisher"):
-            await self.publisher.close()
+        if hasattr(self, "publishing"):
+            await self.publishing.close()
 
     def figures(self) -> dict[str, Any]:
         return {"step": self.step_n, "steps": self.config.steps, "trouble": self.trouble,
@@ -233,23 +246,22 @@ class TrainerActor(MeshActor):
     async def _ask_teacher(self, plan: StepPlan) -> tuple[Hinted | None, LogitsRef | None]:
         """The hinted teacher's rows for a plan; none when there is nothing to ask or nobody answers in time."""
         contexts = plan.contexts
-        if not contexts:
+        if not contexts or self.inline is not None:
             return None, None
-        if self.inline is not None:
-            with self.spans("trainer/teacher"):
-                rows, offsets = await asyncio.to_thread(self.inline.aligned_logits, contexts)
-            return Hinted.from_rows(rows, offsets, version=self.inline.version), None
         teacher = self.bindings["sdpo_teacher"]
         if not teacher.bound:
             self.trouble = "sdpo teacher: it is dead and not placed again yet"
             return None, None
         try:
-            ref = await asyncio.wait_for(teacher.call(roles.SDPOTeacher.logits, contexts), self.sdpo.wait_s)
+            asking = teacher.call(roles.SDPOTeacher.logits, contexts, f"{self.name}/{self.rank}")
+            ref = await asyncio.wait_for(asking, self.sdpo.wait_s)
         except (BindingError, TimeoutError) as error:
             # Training goes on without the channel; the report of this step says so.
             self.trouble = f"sdpo teacher: {error or f'no logits within {self.sdpo.wait_s:g} s'}"
             return None, None
-        remote = RemoteRows(ref, asyncio.get_running_loop(), self.weights_config.via)
+        remote = RemoteRows.of_plan(
+            ref, plan, asyncio.get_running_loop(), chunk_rows=self.config.logits_chunk, via=self.weights_config.via
+        )
         figures = {"accuracy": ref.hinted_accuracy, "version": ref.teacher_version}
         return Hinted.from_reader(remote, ref.row_offsets, **figures), ref
 
@@ -257,6 +269,11 @@ class TrainerActor(MeshActor):
         began = time.monotonic()
         async with self._between_steps:
             self._training = plan.batch.id
+            if self.inline is not None and plan.contexts:
+                # Only now: what it says of the contexts holds as long as it has the weights that it has now.
+                with self.spans("trainer/teacher"):
+                    rows = await asyncio.to_thread(self.inline.align, plan.contexts)
+                hinted = Hinted.from_reader(rows.in_order(), rows.row_offsets, version=rows.version)
             # `waiting`: the spans inside it tell the learner's work from its waiting for logits.
             with self.spans("trainer/step", waiting=True):
                 try:
@@ -275,7 +292,7 @@ class TrainerActor(MeshActor):
         await self._publish()
         if hinted is not None and hinted.failure:
             self.trouble = f"sdpo teacher: {hinted.failure}"
-        metrics["weights/publish_failures"] = float(self._publish_failures)
+        metrics |= self.publishing.metrics()
         figures, histograms = describe_batch(plan.batch)
         metrics |= figures
         metrics["idle/trainer"] = self.spans.idle_share("trainer")
@@ -292,14 +309,8 @@ class TrainerActor(MeshActor):
     async def _publish(self) -> None:
         """Make the weights available unless they are. On failure readers stay on the old version, the run goes on."""
         async with self._between_steps:
-            if self.publisher.version == self.step_n or self._training is not None:
-                return
-            with self.spans("trainer/publish"):
-                try:
-                    await self.publisher.publish(self.step_n, self.learner.model.named_parameters())
-                except (RuntimeError, OSError) as error:
-                    self._publish_failures += 1
-                    self.trouble = f"publish of version {self.step_n}: {error}"
+            if self._training is None:
+                await self.publishing.begin(self.step_n)
 
     def _release_later(self, ref: LogitsRef) -> None:
         """Give the teacher its memory back, beside what comes next: nobody waits for a teacher that died."""
@@ -335,8 +346,8 @@ class TrainerActor(MeshActor):
         return await self.publisher.lease_newer(newer_than, wait_s)
 
     @concurrent_endpoint
-    async def release_weights(self, lease_id: str) -> None:
-        self.publisher.release(lease_id)
+    async def release_weights(self, lease_id: str, pulled_bytes: int = 0) -> None:
+        self.publisher.release(lease_id, pulled_bytes)
 
     @concurrent_endpoint
     async def reports(self, life: str, after_step: int, wait_s: float) -> list[dict[str, Any]]:

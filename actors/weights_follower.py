@@ -8,7 +8,9 @@ import torch
 
 from mesh import roles
 from mesh.binding import Binding
-from services.weights.snapshots import SnapshotReader, WeightsConfig, pull_newest
+from services.weights.config import WeightsConfig
+from services.weights.plane import new_reader
+from services.weights.reader import Pulled, pull_newest
 
 
 class WeightsFollower:
@@ -19,8 +21,9 @@ class WeightsFollower:
 
     def __init__(self, trainer: Binding[Any], config: WeightsConfig | None = None, version: int = -1) -> None:
         self.version = version
+        self.last = Pulled()  # what the last pull cost
         self._before = version  # the last pull
-        self._config, self._trainer, self._reader = config, trainer, SnapshotReader(config)
+        self._config, self._trainer, self._reader = config, trainer, new_reader(config)
         self._life = trainer.incarnations
 
     async def newer(self, wait_s: float) -> dict[str, torch.Tensor] | None:
@@ -32,14 +35,16 @@ class WeightsFollower:
             # The trainer stands at its last checkpoint again: its versions are older than ours, and the right ones.
             self._life, self.version = self._trainer.incarnations, -1
         self._before = self.version
+
         newest = await pull_newest(
             self._reader,
             lambda newer_than: self._trainer.call(roles.Trainer.weights, newer_than, wait_s),
-            lambda lease_id: self._trainer.call(roles.Trainer.release_weights, lease_id),
+            lambda lease_id: self._trainer.call(roles.Trainer.release_weights, lease_id, self._reader.last.nbytes),
             self.version,
         )
         if newest is None:
             return None
+        self.last = self._reader.last
         self.version, tensors = newest
         return tensors
 
@@ -49,4 +54,4 @@ class WeightsFollower:
         A load that was given up may still read the tensors: they stay as they are, and the next pull gets a buffer of
         its own.
         """
-        self.version, self._reader = self._before, SnapshotReader(self._config)
+        self.version, self._reader = self._before, new_reader(self._config)

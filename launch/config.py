@@ -23,7 +23,7 @@ from services.environments.config import EnvironmentConfig
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
 from services.rollouts.buffer import BufferConfig
 from services.training.learner import ReplayConfig, SDPOConfig
-from services.weights.snapshots import WeightsConfig
+from services.weights.config import WeightsConfig
 
 DEMO_LENGTH = 400  # tokens that the demo's model is asked to handle where nothing else is set
 PRESETS = Path(__file__).parent / "presets"

@@ -205,13 +205,61 @@ class RegionRef:
 
 @dataclass(slots=True)
 class TensorSpec:
-    """One tensor inside a flat snapshot. `offset` and `nbytes` are bytes; offsets are 8-byte aligned."""
+    """One tensor inside a flat snapshot, or the box of it that one rank of a sharded trainer holds.
+
+    `offset` and `nbytes` are bytes; offsets are 64-byte aligned. A box may be empty.
+    """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of what lies here
     dtype: str  # "float32", "bfloat16", …
     offset: int
     nbytes: int
+    full_shape: tuple[int, ...]  # of the whole tensor; equal to `shape` where it is not sharded
+    start: tuple[int, ...]  # index of the box's first element in the whole tensor; `start[0]` is its first row
+
+
+@dataclass(slots=True)
+class DeltaSegment:
+    """The changed words of one block: where they lie in the delta's region, and how many there are."""
+
+    offset: int
+    words: int
+    gap_bytes: int  # the positions, as `services.weights.delta` writes them; the words follow
+
+
+@dataclass(slots=True)
+class DeltaRef:
+    """What turns the blocks of one version of a shard into those of the next."""
+
+    region: RegionRef
+    word_bytes: int
+    base_checksums: list[int]  # per block: of the bytes that the delta is to be applied to
+    segments: list[DeltaSegment | None]  # per block; None: so much changed that the block is better read whole
+
+
+@dataclass(slots=True)
+class ShardRef:
+    """One rank's part of a published version. Its flat bytes are read and verified in blocks of `block_bytes`."""
+
+    specs: list[TensorSpec]
+    region: RegionRef | None  # None: the tensors are in the version's store
+    block_bytes: int = 0
+    checksums: list[int] = field(default_factory=list)  # one per block
+    density: float | None = None  # share of words that differ from the version before; None: not compared
+    delta: DeltaRef | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
+
+@dataclass(slots=True)
+class StoreRef:
+    """A torchstore that holds versions of the weights, and under which prefix it has this one."""
+
+    controller: Any  # an actor mesh of one: services.weights.torchstore_adapter.AsyncController
+    prefix: str = ""
 
 
 @dataclass(slots=True)
@@ -219,15 +267,14 @@ class WeightsRef:
     """A published version of the policy. Readers pull it; its bytes never change under this version number."""
 
     version: int
-    region: RegionRef
-    specs: list[TensorSpec]
-    checksum: int
-    lease_id: str = ""  # held while reading: the publisher does not reuse the region before it is released or expires
+    shards: list[ShardRef]  # one per rank of the trainer; together they make whole tensors
+    lease_id: str = ""  # held while reading: the publisher does not reuse the memory before it is released or expires
+    store: StoreRef | None = None
 
 
 @dataclass(slots=True)
 class LogitsRef:
-    """Hint-conditioned logits of the aligned positions only: float32 rows `(rows, vocab)` in registered memory.
+    """Hint-conditioned logits of the aligned positions only: `rows` rows over `vocab` tokens in registered memory.
 
     Context `i` of the request owns rows `row_offsets[i] : row_offsets[i + 1]`: one per aligned turn token, from the
     turn's first on.
@@ -237,7 +284,8 @@ class LogitsRef:
     region: RegionRef
     rows: int
     vocab: int
-    dtype: str
+    dtype: Literal["float32", "bfloat16"]  # of the values
     row_offsets: list[int]
     teacher_version: int  # version of the policy weights the teacher holds; 0 = initial
     hinted_accuracy: float | None = None  # share of probed sites where the hinted teacher acts rightly
+    top_k: int = 0  # 0: whole rows; else each has this many likeliest tokens and what all others have together

@@ -151,8 +151,12 @@ class Rewarder(Member, Protocol):
 
 class SDPOTeacher(Member, Protocol):
     @contract(120.0, retry=True)
-    def logits(self, contexts: list[HintedContext]) -> Awaitable[LogitsRef]:
-        """Full-vocabulary logits at every turn token of every context, in registered memory until released."""
+    def logits(self, contexts: list[HintedContext], asker: str) -> Awaitable[LogitsRef]:
+        """Logits at the aligned turn tokens of every context, in registered memory until released.
+
+        `asker` is the proc that asks: its trainer's name, a slash, its rank. Each asks one question at a time, a newer
+        one supersedes it. What a trainer that died was given is released.
+        """
         ...
 
     @contract(10.0, retry=True)
@@ -168,7 +172,9 @@ class Trainer(Member, Protocol):
         ...
 
     @contract(10.0, retry=True)
-    def release_weights(self, lease_id: str) -> Awaitable[None]: ...
+    def release_weights(self, lease_id: str, pulled_bytes: int = 0) -> Awaitable[None]:
+        """End a lease; `pulled_bytes` is how much of the version was fetched. Unknown ids are ignored."""
+        ...
 
     @contract(30.0, retry=True)
     def reports(self, life: str, after_step: int, wait_s: float) -> Awaitable[list[dict[str, Any]]]:

@@ -1,5 +1,8 @@
 """Bytes that travel between actors: versioned weight snapshots and teacher logits, in memory that readers pull from.
 
-`region` is the memory itself, `snapshots` puts versions of the policy into it, `logits` the teacher's rows, `checksum`
-proves that what was read is what was published.
+    trainer: layout ─▶ shards (one writer per rank) ─▶ snapshots (versions, leases)        reader: reader
+             torchstore_plane has both sides over a torchstore instead; `plane` picks by `config`
+
+`region` is the memory itself, `delta` the changed words of a version, `checksum` proves that what was read is what was
+published, `logits` are the teacher's rows.
 """

@@ -12,7 +12,7 @@ from services.engines.engine import EngineConfig, GenerationRequest
 from services.engines.loop import EngineLoop
 from services.environments.config import EnvironmentConfig
 from services.rollouts.episode import EpisodeConfig
-from services.weights.snapshots import WeightsConfig
+from services.weights.config import WeightsConfig
 
 LIMIT_S = 30.0
 

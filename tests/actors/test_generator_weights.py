@@ -9,7 +9,7 @@ from actors.weights_follower import WeightsFollower
 from mesh.binding import Binding, MemberRef, RoleTable
 from services.engines.engine import EngineConfig, WeightsError
 from services.environments.config import EnvironmentConfig
-from services.weights.snapshots import WeightsConfig
+from services.weights.config import WeightsConfig
 
 LIMIT_S = 30.0
 

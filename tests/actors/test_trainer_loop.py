@@ -21,8 +21,8 @@ from services.losses.policy import PolicyConfig
 from services.telemetry.spans import Spans
 from services.training.learner import ReplayConfig, SDPOConfig
 from services.training.plan import Hinted
+from services.weights.config import WeightsConfig
 from services.weights.logits import LogitsStore
-from services.weights.snapshots import WeightsConfig
 
 LIMIT_S = 60.0
 
@@ -148,17 +148,17 @@ def test_a_publish_that_failed_is_tried_again_while_the_batch_that_needs_it_is_w
         buffer = Buffer()
         actor = make_trainer(model_path, tmp_path, buffer, steps=2, prefetch=prefetch)
         await actor.setup()
-        publish, step = actor.publisher.publish, actor.learner.step
+        copy, step = actor.publisher.copy, actor.learner.step
         stepping, tried = threading.Event(), []
         # On-policy: batch k is made from version k, and by nobody before it is there.
         buffer.gate = lambda batch_id: actor.publisher.version == batch_id
 
-        async def fails_twice(version, tensors):
+        async def fails_twice(version):
             assert not stepping.is_set()  # it would copy weights that change
             tried.append(version)
             if tried.count(1) <= 2 and version == 1:
                 raise OSError("no space")
-            await publish(version, tensors)
+            await copy(version)
 
         def watched(*args):
             stepping.set()
@@ -167,7 +167,7 @@ def test_a_publish_that_failed_is_tried_again_while_the_batch_that_needs_it_is_w
             finally:
                 stepping.clear()
 
-        actor.publisher.publish, actor.learner.step = fails_twice, watched
+        actor.publisher.copy, actor.learner.step = fails_twice, watched
         await asyncio.wait_for(actor._guarded_run(), LIMIT_S)
         assert actor.failure is None
         assert tried == [1, 1, 1, 2]

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from monarch._src.actor import actor_mesh
+from torch.distributed import destroy_process_group, init_process_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 HERE = str(Path(__file__).parent)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
@@ -31,3 +34,19 @@ def outside_of_monarch(request):
     token = actor_mesh._context.set(None)
     yield
     actor_mesh._context.reset(token)
+
+
+@pytest.fixture
+def as_rank():
+    """Makes this process look like one rank of many, without the others."""
+
+    def enter(rank, *shape):
+        if torch.distributed.is_initialized():
+            destroy_process_group()
+        size = torch.Size(shape).numel()
+        init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        return init_device_mesh("cpu", shape)
+
+    yield enter
+    if torch.distributed.is_initialized():
+        destroy_process_group()

@@ -11,9 +11,12 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 
 from mesh.messages import LogitsRef, RegionRef, WeightsRef
+from services.weights.config import WeightsConfig
 from services.weights.logits import LogitsConfig, LogitsStore, read_logits
+from services.weights.reader import SnapshotReader, VersionGone
 from services.weights.region import Region, read_region
-from services.weights.snapshots import SnapshotPublisher, SnapshotReader, VersionGone, WeightsConfig
+from services.weights.shards import ShardWriter
+from services.weights.snapshots import SnapshotPublisher
 
 
 def tensors_of(version: int, numel: int = 1 << 18) -> dict[str, torch.Tensor]:
@@ -26,6 +29,7 @@ def tensors_of(version: int, numel: int = 1 << 18) -> dict[str, torch.Tensor]:
 class Owner(Actor):
     def __init__(self) -> None:
         self.publisher: SnapshotPublisher | None = None
+        self.named: dict[str, torch.Tensor] = {}
         self.store = LogitsStore(LogitsConfig(ttl_s=60.0))
         self.region: Region | None = None
 
@@ -35,10 +39,11 @@ class Owner(Actor):
 
     @concurrent_endpoint
     async def publish(self, version: int, numel: int = 1 << 18, max_lease_s: float = 10.0) -> None:
-        named = tensors_of(version, numel)
+        self.named = tensors_of(version, numel)
         if self.publisher is None:
-            self.publisher = SnapshotPublisher(named, WeightsConfig(max_lease_s=max_lease_s))
-        await self.publisher.publish(version, named)
+            config = WeightsConfig(max_lease_s=max_lease_s)
+            self.publisher = SnapshotPublisher([ShardWriter(lambda: self.named, config)], config)
+        await self.publisher.publish(version)
 
     @concurrent_endpoint
     async def weights(self, newer_than: int) -> WeightsRef | None:
@@ -94,7 +99,7 @@ class Reader(Actor):
         same = found.keys() == expected.keys() and all(
             found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in expected.items()
         )
-        return reader.last_via, same
+        return reader.last.via, same
 
     @concurrent_endpoint
     async def pull_or_gone(self, ref: WeightsRef, via: Any) -> str:
