@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,12 @@ def generate(engine: Engine, *requests: GenerationRequest) -> dict[str, Generati
     for request in requests:
         engine.submit(request)
     return finish(engine)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110  what is waited for happens in the loop's thread
+            await asyncio.sleep(0.001)
 
 
 class VLLMEngines:

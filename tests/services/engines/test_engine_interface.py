@@ -38,3 +38,24 @@ def test_half_precision_on_cpu_is_refused_with_advice() -> None:
 def test_unknown_settings_are_refused() -> None:
     with pytest.raises(ValidationError, match="max_batches"):
         EngineConfig.model_validate({"max_batches": 4})
+
+
+def test_vllm_s_settings_without_vllm_are_refused() -> None:
+    assert EngineConfig(engine="vllm", vllm={"kv_cache_gb": 0.5}).vllm.kv_cache_gb == 0.5
+    with pytest.raises(
+        ValidationError, match=r'engine "transformers" reads no setting of \[vllm\]: set engine = "vllm"'
+    ):
+        EngineConfig(vllm={"kv_cache_gb": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"device": "cuda:1"}, 'set device = "cuda" and show the proc'),
+        ({"device": "cpu", "vllm": {"gpu_memory_utilization": 0.5}}, 'on device "cpu" set kv_cache_gb'),
+        ({"device": "cuda", "vllm": {"gpu_memory_utilization": 0.5, "kv_cache_gb": 1}}, "set one of them"),
+    ],
+)
+def test_contradictory_settings_of_vllm_are_refused_with_advice(settings: dict, advice: str) -> None:
+    with pytest.raises(ValidationError, match=advice):
+        EngineConfig.model_validate({"engine": "vllm", **settings})

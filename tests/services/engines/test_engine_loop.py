@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_builders import expect_logprobs, make_model
+from engine_builders import expect_logprobs, make_model, until
 
 from mesh.messages import VersionSpan
 from services.engines.engine import EngineConfig, EngineError, Generation, GenerationRequest
@@ -103,12 +103,6 @@ async def inside_a_step(engine: ScriptedEngine) -> None:
     """Return when the engine is held in a step by the closed gate."""
     engine.in_step.clear()
     assert await asyncio.to_thread(engine.in_step.wait, 20)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  what is waited for happens in the loop's thread
-            await asyncio.sleep(0.001)
 
 
 def test_requests_awaited_together_are_generated_together_up_to_the_capacity() -> None:
