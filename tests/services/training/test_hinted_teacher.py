@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_builders import EOS, VOCAB, tiny_model
 
 from mesh.messages import HintedContext, Task
@@ -43,6 +44,12 @@ def teacher(initial: Any, live: Any = None, **settings: Any) -> HintedTeacher:
     return HintedTeacher(initial, live, HintedTeacherConfig(**{"align": "turn", **settings}))
 
 
+def aligned(asked_of: HintedTeacher, asked: list[HintedContext]) -> tuple[torch.Tensor, list[int]]:
+    """The rows (N, V), read a few at a time, and their offsets."""
+    rows = asked_of.align(asked)
+    return torch.cat([rows.read(0, 0), *rows.chunks(3)]), rows.row_offsets
+
+
 def parameters(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -60,13 +67,14 @@ def rows_by_hand(model: Any, context: HintedContext) -> torch.Tensor:
 def test_rows_are_those_of_every_context_alone(architecture, batch_tokens):
     model = tiny_model(architecture=architecture)
     asked = contexts((9, 4), (3, 7), (14, 1), (5, 5), (9, 4))
-    rows, offsets = teacher(model, batch_tokens=batch_tokens).aligned_logits(asked)
+    rows, offsets = aligned(teacher(model, batch_tokens=batch_tokens), asked)
     assert offsets == [0, 4, 11, 12, 17, 21]
     assert rows.dtype == torch.float32
     torch.testing.assert_close(rows, torch.cat([rows_by_hand(model, c) for c in asked]), rtol=1e-4, atol=1e-5)
 
 
-def test_prefix_ends_at_and_includes_the_first_rejected_token():
+@pytest.mark.parametrize("row_chunk", [1, 4, 1000])
+def test_prefix_ends_at_and_includes_the_first_rejected_token(row_chunk):
     model = tiny_model()
     asked = contexts((6, 6), (8, 6), (5, 6), (7, 1))
     picked = [
@@ -76,18 +84,18 @@ def test_prefix_ends_at_and_includes_the_first_rejected_token():
     threshold = sorted(p for row in picked for p in row)[6]
     expected = [next((j + 1 for j, p in enumerate(row) if p < threshold), len(row)) for row in picked]
     assert any(1 < count < 6 for count in expected)  # in the middle of a turn
-    rows, offsets = teacher(model, align="prefix", reject_below=threshold).aligned_logits(asked)
+    rows, offsets = aligned(teacher(model, align="prefix", reject_below=threshold, row_chunk=row_chunk), asked)
     assert [stop - start for start, stop in pairwise(offsets)] == expected
     by_hand = [rows_by_hand(model, c)[:count] for c, count in zip(asked, expected, strict=True)]
     torch.testing.assert_close(rows, torch.cat(by_hand), rtol=1e-4, atol=1e-5)
 
     lowest = min(p for row in picked for p in row) * 0.99
-    _, none_rejected = teacher(model, align="prefix", reject_below=lowest).aligned_logits(asked)
+    _, none_rejected = aligned(teacher(model, align="prefix", reject_below=lowest, row_chunk=row_chunk), asked)
     assert none_rejected == [0, 6, 12, 18, 19]
 
 
 def test_turn_alignment_covers_the_whole_turn_whatever_is_rejected():
-    _, offsets = teacher(tiny_model(), align="turn", reject_below=0.999).aligned_logits(contexts((6, 5), (4, 2)))
+    _, offsets = aligned(teacher(tiny_model(), align="turn", reject_below=0.999), contexts((6, 5), (4, 2)))
     assert offsets == [0, 5, 7]
 
 
@@ -95,25 +103,76 @@ def test_contexts_over_the_limit_have_no_row_and_the_others_keep_theirs():
     model = tiny_model()
     asked = contexts((20, 4), (5, 3), (20, 1))
     with pytest.warns(UserWarning, match=r"2 of 3 hinted contexts are longer than max_context 12, the longest 24"):
-        rows, offsets = teacher(model, max_context=12).aligned_logits(asked)
+        rows, offsets = aligned(teacher(model, max_context=12), asked)
     assert offsets == [0, 0, 3, 3]
     torch.testing.assert_close(rows, rows_by_hand(model, asked[1]), rtol=1e-4, atol=1e-5)
 
 
 def test_no_row_at_all_is_an_empty_answer():
     with pytest.warns(UserWarning, match="1 of 1"):
-        rows, offsets = teacher(tiny_model(), max_context=8).aligned_logits(contexts((20, 4)))
+        rows, offsets = aligned(teacher(tiny_model(), max_context=8), contexts((20, 4)))
     assert (rows.shape, offsets) == ((0, VOCAB), [0, 0])
-    rows, offsets = teacher(tiny_model()).aligned_logits([])
+    rows, offsets = aligned(teacher(tiny_model()), [])
     assert (rows.shape, offsets) == ((0, VOCAB), [0])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation inside the block made, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(each, torch.Tensor):
+                self.elements = max(self.elements, each.numel())
+        return made
+
+
+@pytest.mark.parametrize("weights", ["initial", "trust_region"])
+@pytest.mark.parametrize("align", ["prefix", "turn"])
+def test_logits_of_more_than_a_chunk_never_exist(align, weights):
+    vocab, row_chunk = 5000, 4
+    model = tiny_model(vocab_size=vocab)
+    bounded = teacher(model, model, align=align, weights=weights, reject_below=1e-9, row_chunk=row_chunk)
+    with LargestTensor() as largest:
+        rows = bounded.align(contexts((9, 30), (12, 30)))
+        for chunk in rows.chunks(row_chunk):
+            assert len(chunk) == row_chunk
+    assert len(rows) == 60
+    weight = model.get_output_embeddings().weight.numel()
+    assert largest.elements == max(row_chunk * vocab, weight) < len(rows) * vocab
+
+
+def test_rows_are_made_anew_at_each_read_and_need_no_gradient():
+    model, asked = tiny_model(), contexts((6, 4), (5, 3))
+    rows = teacher(model).align(asked)
+    expected = torch.cat([rows_by_hand(model, c) for c in asked])
+    for start, stop in [(0, 7), (2, 5), (6, 7), (3, 3), (0, 2)]:
+        read = rows.read(start, stop)
+        torch.testing.assert_close(read, expected[start:stop], rtol=1e-4, atol=1e-5)
+        assert not read.requires_grad
+    following = rows.in_order()
+    torch.testing.assert_close(torch.cat([following(3), following(4)]), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_cannot_be_read_once_the_weights_have_changed():
+    follows, asked = teacher(tiny_model(), tiny_model(), weights="live"), contexts((5, 3))
+    rows = follows.align(asked)
+    follows.follow(4, parameters(tiny_model(seed=1)))
+    with pytest.raises(RuntimeError, match=r"took in version 4 since .* at version 0: read what it said before"):
+        rows.read(0, 1)
+    assert follows.align(asked).read(0, 3).shape == (3, VOCAB)
 
 
 def test_initial_never_changes():
     initial, asked = tiny_model(), contexts((5, 3))
     fixed = teacher(initial, tiny_model(seed=1), weights="initial")
-    before, _ = fixed.aligned_logits(asked)
+    before, _ = aligned(fixed, asked)
     fixed.follow(1, parameters(tiny_model(seed=2)))
-    after, _ = fixed.aligned_logits(asked)
+    after, _ = aligned(fixed, asked)
     assert torch.equal(before, after)
     assert fixed.version == 0
 
@@ -122,7 +181,7 @@ def test_live_equals_the_policy_it_was_given():
     policy, asked = tiny_model(seed=1), contexts((5, 3))
     follows = teacher(tiny_model(), tiny_model(), weights="live")
     follows.follow(7, parameters(policy))
-    rows, _ = follows.aligned_logits(asked)
+    rows, _ = aligned(follows, asked)
     torch.testing.assert_close(rows, rows_by_hand(policy, asked[0]), rtol=1e-4, atol=1e-5)
     assert follows.version == 7
 
@@ -131,13 +190,13 @@ def test_a_teacher_keeps_its_own_weights_while_the_policy_trains_in_place():
     policy, asked = tiny_model(), contexts((5, 3))
     for weights in ("live", "ema", "trust_region"):
         inline = teacher(tiny_model(), policy, weights=weights)
-        before, _ = inline.aligned_logits(asked)
+        before, _ = aligned(inline, asked)
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.add_(0.1)
-        assert torch.equal(inline.aligned_logits(asked)[0], before)
+        assert torch.equal(aligned(inline, asked)[0], before)
         inline.follow(1, dict(policy.named_parameters()))
-        assert not torch.equal(inline.aligned_logits(asked)[0], before)
+        assert not torch.equal(aligned(inline, asked)[0], before)
 
 
 def test_ema_keeps_its_factor_of_itself_at_each_version():
@@ -150,7 +209,7 @@ def test_ema_keeps_its_factor_of_itself_at_each_version():
         for parameter, a, b in zip(expected.parameters(), first.parameters(), second.parameters(), strict=True):
             parameter.copy_(0.75 * (0.75 * parameter + 0.25 * a) + 0.25 * b)
     asked = contexts((5, 3))
-    rows, _ = average.aligned_logits(asked)
+    rows, _ = aligned(average, asked)
     torch.testing.assert_close(rows, rows_by_hand(expected, asked[0]), rtol=1e-4, atol=1e-5)
 
 
@@ -162,7 +221,7 @@ def test_ema_counts_the_versions_that_it_missed():
     for version in range(2, 6):
         every.follow(version, parameters(policy))
     slow.follow(5, parameters(policy))
-    torch.testing.assert_close(slow.aligned_logits(asked)[0], every.aligned_logits(asked)[0], rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(aligned(slow, asked)[0], aligned(every, asked)[0], rtol=1e-3, atol=1e-5)
 
 
 def averaged(shares: Mapping[Any, float]) -> Any:
@@ -181,11 +240,11 @@ def test_an_average_that_starts_late_keeps_its_share_of_the_initial_weights():
     kept = 0.99**40
     assert kept == pytest.approx(0.669, abs=1e-3)
     expected = averaged({initial: kept, policy: 1 - kept})
-    rows, _ = late.aligned_logits(asked)
+    rows, _ = aligned(late, asked)
     torch.testing.assert_close(rows, rows_by_hand(expected, asked[0]), rtol=1e-4, atol=1e-5)
     late.follow(41, parameters(policy))
     expected = averaged({initial: 0.99**41, policy: 1 - 0.99**41})
-    rows, _ = late.aligned_logits(asked)
+    rows, _ = aligned(late, asked)
     torch.testing.assert_close(rows, rows_by_hand(expected, asked[0]), rtol=1e-4, atol=1e-5)
 
 
@@ -198,8 +257,53 @@ def test_an_average_whose_trainer_went_back_is_that_of_a_teacher_started_there(v
     for each in (went_back, started):
         each.follow(version, parameters(policy))
         assert each.version == version
-    assert torch.equal(went_back.aligned_logits(asked)[0], started.aligned_logits(asked)[0])
-    assert not torch.allclose(started.aligned_logits(asked)[0], rows_by_hand(policy, asked[0]), atol=1e-3)
+    assert torch.equal(aligned(went_back, asked)[0], aligned(started, asked)[0])
+    assert not torch.allclose(aligned(started, asked)[0], rows_by_hand(policy, asked[0]), atol=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["live", "ema"])
+def test_only_the_parameters_that_are_sent_change(weights):
+    initial, policy, asked = tiny_model(), tiny_model(seed=1), contexts((5, 3))
+    trained = {name: p for name, p in parameters(policy).items() if ".layers.1." in name}
+    assert 0 < len(trained) < len(parameters(policy))
+    follows = teacher(initial, initial, weights=weights, ema=0.75)
+    follows.follow(1, trained)
+    follows.follow(2, trained)
+    expected = copy.deepcopy(initial)
+    with torch.no_grad():
+        for name, p in expected.named_parameters():
+            kept = 0.75**2 if weights == "ema" else 0.0
+            if name in trained:
+                p.copy_(kept * p + (1 - kept) * trained[name])
+    torch.testing.assert_close(aligned(follows, asked)[0], rows_by_hand(expected, asked[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_parameter_may_be_sent_by_either_name():
+    initial, asked = tiny_model(), contexts((5, 3))
+    changed = parameters(tiny_model(seed=1))["model.embed_tokens.weight"]
+    rows = []
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        follows = teacher(initial, initial, weights="live")
+        follows.follow(1, {name: changed})
+        rows.append(aligned(follows, asked)[0])
+    assert torch.equal(*rows)
+    assert not torch.equal(rows[0], aligned(teacher(initial), asked)[0])
+
+
+def test_tensors_that_do_not_fit_are_an_error_and_change_nothing():
+    initial, asked = tiny_model(), contexts((5, 3))
+    follows = teacher(initial, initial, weights="live")
+    before, _ = aligned(follows, asked)
+    sent = parameters(tiny_model(seed=1))
+    name = "model.norm.weight"
+    for wrong, message in [
+        ({"model.layers.0.lora_A.weight": sent[name]}, r"1 of \d+ tensors are no parameters .*lora_A.*adapters merged"),
+        ({name: sent[name][:1]}, r"model.norm.weight is \(1,\), and \(32,\) in the hinted teacher's model"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            follows.follow(1, {**sent, **wrong})
+        assert follows.version == 0
+        assert torch.equal(aligned(follows, asked)[0], before)
 
 
 @pytest.mark.parametrize("trust", [0.0, 0.3, 1.0])
@@ -209,7 +313,7 @@ def test_trust_region_is_log_linear_between_the_initial_and_the_live_policy(trus
     between.follow(1, parameters(policy))
     p, q = (rows_by_hand(model, asked[0]).softmax(-1) for model in (initial, policy))
     geometric = p ** (1 - trust) * q**trust
-    rows, _ = between.aligned_logits(asked)
+    rows, _ = aligned(between, asked)
     torch.testing.assert_close(rows.softmax(-1), geometric / geometric.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
 
 
@@ -243,13 +347,13 @@ def test_it_acts_greedily_and_stops_at_the_end_of_the_turn(batch_tokens):
     cut = [ids[: ids.index(eos)] if eos in ids else ids for ids in wanted]
     assert len(cut[0]) == 2
     assert len({len(ids) for ids in cut}) > 1  # they end at different times
-    actions = teacher(model, batch_tokens=batch_tokens).act(tokenizer, asked, max_new_tokens=6)
+    actions = teacher(model, batch_tokens=batch_tokens, probe_tokens=6).act(tokenizer, asked)
     assert actions == [" ".join(map(str, ids)) for ids in cut]
 
 
 def test_it_does_not_act_where_there_is_no_room():
     with pytest.warns(UserWarning, match="1 of 2"):
-        actions = teacher(tiny_model(), max_context=12).act(TOKENIZER, contexts((9, 1), (8, 1)), max_new_tokens=4)
+        actions = teacher(tiny_model(), max_context=12, probe_tokens=4).act(TOKENIZER, contexts((9, 1), (8, 1)))
     assert actions[0] is None
     assert isinstance(actions[1], str)
 

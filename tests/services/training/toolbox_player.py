@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
@@ -44,10 +43,8 @@ def mean_reward(groups: list[Group]) -> float:
 
 def ask(teacher: HintedTeacher, plan: Any) -> Hinted:
     """The teacher's rows for a plan, as the trainer hands them to the learner."""
-    rows, offsets = teacher.aligned_logits(plan.contexts)
-    counts = [stop - start for start, stop in pairwise(offsets)]
-    parts = iter(rows.split(1))
-    return Hinted(counts, lambda count: torch.cat([next(parts) for _ in range(count)]), version=teacher.version)
+    rows = teacher.align(plan.contexts)
+    return Hinted.from_reader(rows.in_order(), rows.row_offsets, version=rows.version)
 
 
 class _Episode:

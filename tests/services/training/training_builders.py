@@ -24,7 +24,7 @@ from services.training.policy_model import PolicyModel
 VOCAB, EOS, OPENER = 40, 1, 2  # OPENER is the last token before every turn, as a chat template writes it
 
 
-def tiny_model(seed: int = 0, architecture: str = "qwen3") -> Any:
+def tiny_model(seed: int = 0, architecture: str = "qwen3", **settings: Any) -> Any:
     """A float32 decoder whose distributions are far from uniform."""
     torch.set_num_threads(1)
     shape: dict[str, Any] = {
@@ -42,6 +42,7 @@ def tiny_model(seed: int = 0, architecture: str = "qwen3") -> Any:
         "bos_token_id": None,
         "tie_word_embeddings": True,
         "attention_dropout": 0.5,  # a learner or teacher that forgot to turn dropout off gives itself away
+        **settings,
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -172,9 +173,9 @@ def learner(
 
 
 def answer(teacher: HintedTeacher, plan: StepPlan, **settings: Any) -> Hinted:
-    """The teacher's rows for a plan, as the trainer gets them: read in order, in pieces."""
-    rows, offsets = teacher.aligned_logits(plan.contexts)
-    return Hinted.from_rows(rows, offsets, **settings)
+    """The teacher's rows for a plan, as a trainer with an inline teacher gets them: made when they are read."""
+    rows = teacher.align(plan.contexts)
+    return Hinted.from_reader(rows.in_order(), rows.row_offsets, **settings)
 
 
 def whole_turn_teacher(model: Any, **settings: Any) -> HintedTeacher:
