@@ -176,11 +176,16 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> Tensor:
         head = Head(weight, bias, scale, softcap)
         values = hidden.new_empty(len(hidden), dtype=_wide(weight))
-        norms = torch.empty_like(values)  # log of the softmax's denominator: backward need not find it again
+        # Each row's maximum, and log sum exp of the row minus it: apart, because their sum would round at the
+        # maximum's size. Backward need not find them again.
+        norms = hidden.new_empty(len(hidden), 2, dtype=_wide(weight))
         for rows in _slices(len(hidden), chunk):
-            z = head.logits(hidden[rows]) / temperature
-            norms[rows] = z.logsumexp(1)
-            values[rows] = z.gather(1, labels[rows, None]).squeeze(1) - norms[rows]
+            z = head.logits(hidden[rows]).div_(temperature)
+            norms[rows, 0] = z.amax(1)
+            z.sub_(norms[rows, :1])
+            values[rows] = z.gather(1, labels[rows, None]).squeeze(1)
+            norms[rows, 1] = z.exp_().sum(1).log_()  # in place: a chunk of logits is the largest thing in memory
+        values -= norms[:, 1]
         ctx.save_for_backward(hidden, weight, bias, labels, norms)
         ctx.settings = scale, softcap, temperature, chunk
         return values
@@ -196,9 +201,9 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=_wide(bias)) if for_bias and bias is not None else None
         for rows in _slices(len(hidden), chunk):
             logits = head.logits(hidden[rows])
-            slope = None if softcap is None else 1 - (logits / softcap).square()
-            z = logits.div_(temperature)
-            block = z.sub_(norms[rows, None]).exp_().mul_(-upstream[rows, None])
+            slope = None if softcap is None else (logits / softcap).square_().neg_().add_(1)
+            z = logits.div_(temperature).sub_(norms[rows, :1])
+            block = z.sub_(norms[rows, 1:]).exp_().mul_(-upstream[rows, None])
             block.scatter_add_(1, labels[rows, None], upstream[rows, None].to(block))
             block.mul_(scale / temperature)
             if slope is not None:
