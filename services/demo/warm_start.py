@@ -28,7 +28,7 @@ from services.cache import cache_folder, fill_once
 from services.demo.play import play
 from services.demo.tiny_model import TinyModelConfig, build_model
 from services.demo.tokenizer import build_tokenizer
-from services.environments.toolbox import grammar
+from services.environments.toolbox import grammar, wording
 from services.environments.toolbox.grammar import Demonstration, demonstration, level_ops
 
 Row = tuple[list[int], list[bool]]  # token ids, and which of them are trained
@@ -192,7 +192,7 @@ def _fingerprint(level: str, config: WarmStartConfig) -> str:
     """Changes with the settings, the level and the code that makes the model, so that no stale model is found."""
     level_ops(level)
     digest = hashlib.sha256(config.model_dump_json().encode())
-    for source in (Path(grammar.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
+    for source in (Path(grammar.__file__), Path(wording.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -20,10 +20,15 @@ class ToolboxConfig(BaseModel):
     level: str = Field(default="easy", description="Which operators the task has: a key of toolbox.grammar.LEVELS.")
     max_turns: int = Field(default=5, description="Actions before an episode ends unsolved.")
     error_penalty: float = Field(default=0.2, description="Reward lost per refused turn of a solved episode.")
+    words: str = Field(
+        default="terse",
+        description="How it speaks: terse, for the demo's model, which reads characters; plain, for a language model.",
+    )
 
     @model_validator(mode="after")
     def _playable(self) -> ToolboxConfig:
-        Toolbox(self.level, self.max_turns, self.error_penalty)  # refuses what the task cannot be, with the fix
+        # Refuses what the task cannot be, with the fix.
+        Toolbox(self.level, self.max_turns, self.error_penalty, self.words)
         return self
 
 
@@ -107,6 +112,7 @@ class EnvironmentConfig(BaseModel):
             "--level": self.toolbox.level,
             "--max-turns": self.toolbox.max_turns,
             "--error-penalty": self.toolbox.error_penalty,
+            "--words": self.toolbox.words,
             "--max-sessions": self.max_sessions * clients + 8,
         }
         arguments = [str(part) for pair in settings.items() for part in pair]

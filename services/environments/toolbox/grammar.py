@@ -30,6 +30,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from services.environments.toolbox.wording import value_in, wording
+
 
 @dataclass(frozen=True)
 class Op:
@@ -69,7 +71,6 @@ ANSWER = "ans"
 MAX_TEXT = 200  # characters; a longer action is refused as json_decode
 MAX_REFUSALS = 4  # refused turns in one demonstration: the most that an episode of five turns can go on from
 OPERANDS = 3  # numbers in a query, so OPERANDS - 1 tool calls and one answer solve it
-CONTENT = {"tool_not_found": "e:name", "json_decode": "e:json", "type_error": "e:type", "runtime_error": "e:run"}
 
 _APPLY: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -122,6 +123,12 @@ class _Progress:
         return self.symbols[self.calls] if self.calls < len(self.symbols) else None
 
     @property
+    def rest(self) -> str:
+        """What is still to be done with the value, `*2` say."""
+        left = zip(self.symbols[self.calls :], self.numbers[self.calls + 1 :], strict=True)
+        return "".join(f"{symbol}{number}" for symbol, number in left)
+
+    @property
     def arguments(self) -> list[int]:
         """The arguments of the right next call."""
         return [self.value] if self.symbol is None else [self.value, self.numbers[self.calls + 1]]
@@ -138,12 +145,15 @@ class Toolbox:
     `max_turns` earns 0.
     """
 
-    def __init__(self, level: str = "easy", max_turns: int = 5, error_penalty: float = 0.2) -> None:
+    def __init__(
+        self, level: str = "easy", max_turns: int = 5, error_penalty: float = 0.2, words: str = "terse"
+    ) -> None:
         if max_turns < OPERANDS:
             raise ValueError(f"max_turns={max_turns} is too few to solve any query; use {OPERANDS} or more")
         if error_penalty < 0:
             raise ValueError(f"error_penalty={error_penalty} would reward errors; use 0 or more")
         self.ops = level_ops(level)
+        self.words = wording(words)
         self.max_turns = max_turns
         self.error_penalty = error_penalty
         self.names = {op.right for op in self.ops.values()} | {ANSWER}
@@ -178,21 +188,25 @@ class Toolbox:
     def _act(self, progress: _Progress, text: str) -> Outcome:
         call = _parse(text)
         if call is None:
-            return _refused("json_decode")
+            return self._refused("json_decode")
         name, written = call
         if name not in self.names:
-            return _refused("tool_not_found")
+            return self._refused("tool_not_found")
         arguments = [int(a) for a in written if _INTEGER.fullmatch(a)]
         if len(arguments) != len(written) or len(arguments) != (1 if name == ANSWER else 2):
-            return _refused("type_error")
+            return self._refused("type_error")
         if name == ANSWER:
             solved = progress.symbol is None and arguments == progress.arguments
             reward = max(0.0, 1.0 - self.error_penalty * self.errors) if solved else 0.0
             return Outcome("ok" if solved else "bad", reward=reward, done=True)
         if progress.symbol is None or name != self.ops[progress.symbol].right or arguments != progress.arguments:
-            return _refused("runtime_error")
+            return self._refused("runtime_error")
         progress.advance(_APPLY[progress.symbol](*arguments))
-        return Outcome(str(progress.value))
+        form = self.words.result if progress.symbol is None else self.words.left
+        return Outcome(form.format(value=progress.value, rest=progress.rest))
+
+    def _refused(self, kind: str) -> Outcome:
+        return Outcome(self.words.errors[kind], error_kind=kind)
 
 
 def oracle_action(messages: list[dict[str, str]], level: str) -> str:
@@ -253,7 +267,7 @@ def demonstration(level: str, rng: random.Random, p_hint: float, p_error: float)
             refusals -= 1
             attempt, kind = _refused_attempt(_draw_name(ops[symbol], rng), progress, rng)
             say("assistant", attempt, train=kind == "tool_not_found")
-            say("tool", CONTENT[kind])
+            say("tool", wording("terse").errors[kind])
         name = _draw_name(ops[symbol], rng)
         if rng.random() < p_hint:
             name = rng.choice([*known_names(level), *_SPARE_NAMES])
@@ -310,10 +324,6 @@ def _parse(text: str) -> tuple[str, list[str]] | None:
     return (match[1], match[2].split(",")) if match else None
 
 
-def _refused(kind: str) -> Outcome:
-    return Outcome(CONTENT[kind], error_kind=kind)
-
-
 def _add_hint(outcome: Outcome, progress: _Progress, ops: dict[str, Op]) -> None:
     if progress.symbol is not None and not ops[progress.symbol].hinted:
         return
@@ -323,15 +333,17 @@ def _add_hint(outcome: Outcome, progress: _Progress, ops: dict[str, Op]) -> None
 
 def _read_chat(messages: list[dict[str, str]]) -> _Progress:
     contents = [m["content"].strip() for m in messages if m["role"] != "assistant"]
-    start = next((i for i, content in enumerate(contents) if _QUERY.fullmatch(content)), None)
+    # The last query: solved examples may stand before it.
+    start = max((i for i, content in enumerate(contents) if _QUERY.fullmatch(content)), default=None)
     if start is None:
         raise ValueError(
             "the chat holds no toolbox query such as '3+4*2': pass the whole chat, the user's message first"
         )
     progress = _Progress.of(contents[start])
     for content in contents[start + 1 :]:
-        if progress.symbol is not None and _INTEGER.fullmatch(content):
-            progress.advance(int(content))
+        value = value_in(content)
+        if progress.symbol is not None and value is not None:
+            progress.advance(value)
     return progress
 
 

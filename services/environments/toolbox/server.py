@@ -23,6 +23,7 @@ from openenv.core import Environment, create_app
 from services.environments.process import watch_lifeline
 from services.environments.toolbox.grammar import LEVELS, Outcome, Toolbox
 from services.environments.toolbox.models import ToolboxAction, ToolboxObservation, ToolboxState
+from services.environments.toolbox.wording import WORDINGS
 
 SHUTDOWN_LIMIT_S = 2
 
@@ -32,9 +33,11 @@ class ToolboxEnvironment(Environment[ToolboxAction, ToolboxObservation, ToolboxS
 
     SUPPORTS_CONCURRENT_SESSIONS = True  # OpenEnv allows a single session otherwise
 
-    def __init__(self, level: str = "easy", max_turns: int = 5, error_penalty: float = 0.2) -> None:
+    def __init__(
+        self, level: str = "easy", max_turns: int = 5, error_penalty: float = 0.2, words: str = "terse"
+    ) -> None:
         super().__init__()
-        self.toolbox = Toolbox(level, max_turns, error_penalty)
+        self.toolbox = Toolbox(level, max_turns, error_penalty, words)
         self._state = ToolboxState()
 
     def reset(
@@ -98,7 +101,9 @@ class AnnouncingServer(uvicorn.Server):
 
 def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal, or the end of the lifeline. OSError when the address is taken."""
-    factory = functools.partial(ToolboxEnvironment, arguments.level, arguments.max_turns, arguments.error_penalty)
+    factory = functools.partial(
+        ToolboxEnvironment, arguments.level, arguments.max_turns, arguments.error_penalty, arguments.words
+    )
     factory()  # before anything listens, because settings that the task refuses must end the process with their reason
     # `session_timeout` stays unset: it would close the environment of a session that merely waits for the model.
     app = create_app(
@@ -128,6 +133,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--level", choices=sorted(LEVELS), default="easy", help="which operators the task has")
     parser.add_argument("--max-turns", type=int, default=5, help="actions before the episode ends unsolved")
     parser.add_argument("--error-penalty", type=float, default=0.2, help="reward lost per refused turn")
+    parser.add_argument("--words", choices=sorted(WORDINGS), default="terse", help="how the toolbox speaks")
     parser.add_argument("--max-sessions", type=int, default=64, help="sessions at once")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     return parser.parse_args(arguments)

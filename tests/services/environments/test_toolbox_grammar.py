@@ -18,6 +18,7 @@ from services.environments.toolbox.grammar import (
     right_form,
     teacher_action,
 )
+from services.environments.toolbox.wording import WORDINGS, value_in
 
 LEVEL_NAMES = sorted(LEVELS)
 
@@ -30,10 +31,11 @@ def episode(level, query):
     return session
 
 
+@pytest.mark.parametrize("words", sorted(WORDINGS))
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_oracle_solves_every_problem_for_full_reward(level):
+def test_oracle_solves_every_problem_for_full_reward(level, words):
     for seed in range(300):
-        session = Toolbox(level)
+        session = Toolbox(level, words=words)
         chat = [{"role": "user", "content": session.reset(seed)}]
         while not session.done:
             action = oracle_action(chat, level)
@@ -182,6 +184,36 @@ def test_oracle_reads_past_refused_turns_hints_and_system_prompts(level):
         ]
         clean, noisy = clean + turn, noisy + turn
     assert oracle_action(noisy, level) == oracle_action(clean, level) == f"ans({turn[1]['content']})"
+
+
+def test_plain_words_say_what_is_left_and_what_went_wrong():
+    session = Toolbox("hard", words="plain")
+    seed = next(s for s in range(100_000) if session.reset(s) == "1-9*3")
+    session.reset(seed)
+    said = [session.step(action).content for action in ("sum", "sub(1,9)", "minus(1)", "sum(1,9)", "minus(1,9)")]
+    assert said == [
+        "error: not a call", "error: no such tool", "error: wrong arguments", "error: not the next step", "left -8*3"
+    ]  # fmt: skip
+    session = Toolbox("hard", words="plain")
+    session.reset(seed)
+    assert [session.step(action).content for action in ("minus(1,9)", "times(-8,3)")] == ["left -8*3", "result -24"]
+
+
+def test_a_value_is_read_in_every_wording_and_nothing_else_is_one():
+    assert [value_in(content) for content in ("7", "left -8*3", "left 7%2+1", "result -24")] == [7, -8, 7, -24]
+    others = ("3+4*2", "left 7", "error: not a call", "e:name", "ok", "sum(a,b)")
+    assert [value_in(content) for content in others] == [None] * len(others)
+
+
+def test_oracle_reads_the_last_query_behind_solved_examples():
+    example = [{"role": "user", "content": "5*2+3"}, {"role": "tool", "content": "left 10+3"}]
+    chat = [*example, {"role": "user", "content": "3+4*2"}, {"role": "tool", "content": "left 7*2"}]
+    assert oracle_action(chat, "easy") == "times(7,2)"
+
+
+def test_an_unknown_wording_lists_those_there_are():
+    with pytest.raises(ValueError, match=r"no toolbox wording 'loud'; use one of \['plain', 'terse'\]"):
+        Toolbox(words="loud")
 
 
 def test_oracle_refuses_a_chat_that_it_cannot_play():
