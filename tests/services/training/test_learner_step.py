@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from statistics import fmean
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,35 @@ def test_the_step_does_not_depend_on_the_micro_batch_size(objective):
         assert metrics == pytest.approx(whole_metrics, rel=1e-4, abs=1e-5)
         passes = more_passes
     assert passes == 9  # one sequence, or one pair, at a time
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{"packing": False}, {"logits_chunk": 1}, {"checkpointing": True}, {"packing": False, "checkpointing": True}],
+    ids=lambda form: "-".join(f"{name} {value}" for name, value in form.items()),
+)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_the_step_does_not_depend_on_the_form_in_which_the_model_runs(architecture, form):
+    model, reference = tiny_model(architecture=architecture), tiny_model(seed=2, architecture=architecture)
+    teacher = whole_turn_teacher(model)
+    made = batch(tiny_model(seed=1, architecture=architecture), turns=3, failing=(0, 2))
+
+    def run(model_settings: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+        of = learner(
+            model, copy.deepcopy(reference), objective="bnpo", alpha=0.2, beta=0.1, max_tokens=80,
+            policy={"kl_beta": 0.05, "correction": "tis"}, replay_loss={"objective": "dpo", "nll_weight": 0.3},
+            optimizer={"eps": 1.0, "lr": 0.1}, model_settings=model_settings,
+        )  # fmt: skip
+        metrics = step(of, made, teacher)
+        metrics = step(of, made, teacher)
+        return gradients(of), weights(of), metrics
+
+    default, default_weights, default_metrics = run({})
+    found, found_weights, metrics = run(form)
+    assert {"policy/loss", "sdpo/loss", "replay/loss"} < metrics.keys()
+    torch.testing.assert_close(found, default, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found_weights, default_weights, rtol=0, atol=1e-6)
+    assert metrics == pytest.approx(default_metrics, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
