@@ -1,14 +1,19 @@
-"""The actor that shows the policy a hint and hands out what it would then have done, as full-vocabulary logits.
+"""The actor that shows the policy a hint and hands out what it would then have done, as logits in registered memory.
 
-One trainer asks, one question at a time, while it reads the answer to the question before. Who asks again has given up
-waiting, so an older question is not answered any more: otherwise a teacher that is slower than the trainer's patience
-would work through an ever longer queue and answer nobody.
+    logits(contexts) ─▶ teacher.align ─▶ store.open ─▶ write, `row_chunk` rows at a time ─▶ seal ─▶ LogitsRef
+
+Each proc of a trainer asks one question at a time, while it reads the answer to the question before. Who asks again
+has given up waiting, so an older question of the same asker is not answered any more: otherwise a teacher that is
+slower than the trainer's patience would work through an ever longer queue and answer nobody. Nor is one whose asker
+died; and what a dead trainer was given is released as soon as its binding says that it is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import contextlib
+from collections import defaultdict, deque
+from dataclasses import dataclass
 from typing import Any
 
 from monarch.actor import concurrent_endpoint
@@ -20,16 +25,29 @@ from mesh.messages import HintedContext, LogitsRef, RegionRef
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.config import EnvironmentConfig
 from services.models import load_model, load_tokenizer
-from services.training.hinted import HintedTeacher, HintedTeacherConfig, hinted_accuracy
-from services.weights.logits import LogitsStore
+from services.training.hinted import HintedRows, HintedTeacher, HintedTeacherConfig, hinted_accuracy
+from services.weights.config import WeightsConfig
+from services.weights.logits import LogitsFull, LogitsStore, LogitsWriter
+from services.weights.reader import VersionGone
 from services.weights.region import RegionError
-from services.weights.snapshots import VersionGone, WeightsConfig
 
-READABLE = 2  # answers: the one that is being read, and the one for the step after it
+READABLE = 2  # answers to one asker: the one that is being read, and the one for the step after it
 
 
 class Superseded(Exception):
-    """A newer question came before this one was answered, so that nobody waits for the answer."""
+    """A newer question came before this one was answered, or its asker died: nobody waits for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """A proc of a trainer, until its place is filled anew."""
+
+    asker: str  # "trainer-0/1"
+    incarnation: int
+
+    @property
+    def trainer(self) -> str:
+        return self.asker.partition("/")[0]
 
 
 class SDPOTeacherActor(MeshActor):
@@ -50,8 +68,10 @@ class SDPOTeacherActor(MeshActor):
         self.counts = {"requests": 0, "contexts": 0, "probes": 0, "superseded": 0}
         self.accuracy: float | None = None
         self.trouble = ""
-        self._asked = 0
-        self._readable: deque[str] = deque()
+        self.store = LogitsStore(config.logits)
+        self._asked: defaultdict[str, int] = defaultdict(int)  # questions, by asker
+        self._readable: defaultdict[str, deque[str]] = defaultdict(deque)  # references, by asker, oldest first
+        self._incarnations: dict[str, int] = {}  # by trainer, the last that was heard of
         self._one_at_a_time = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
         self._probe_due = 0
@@ -60,63 +80,111 @@ class SDPOTeacherActor(MeshActor):
         initial = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
         self.teacher = HintedTeacher(initial, initial, self.config)
-        self.store = LogitsStore(self.config.logits)
         self.client = EnvironmentClient(self.environment_url, self.environment)
 
     async def run(self) -> None:
-        if self.config.weights == "initial":
-            await self.finishing.wait()
-            return
         # Version 0 is what it starts with.
         follower = WeightsFollower(self.bindings["trainer"], self.weights_config, version=0)
         while not self.finishing.is_set():
-            try:
-                tensors = await follower.newer(wait_s=2.0)
-                if tensors is not None:
-                    async with self._one_at_a_time:
-                        await asyncio.to_thread(self.teacher.follow, follower.version, tensors)
-            except (BindingError, VersionGone, RegionError) as error:
-                # The teacher stays as it is; the next version is tried when it comes.
-                self.trouble = f"weights: {error}"
-                await asyncio.sleep(0.5)
+            self.store.expire()
+            if self.config.weights == "initial":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.finishing.wait(), 2.0)
+            else:
+                await self._follow(follower)
+
+    async def _follow(self, follower: WeightsFollower) -> None:
+        """Take in the trainer's next version, if there is one soon."""
+        try:
+            tensors = await follower.newer(wait_s=2.0)
+            if tensors is not None:
+                async with self._one_at_a_time:
+                    await asyncio.to_thread(self.teacher.follow, follower.version, tensors)
+        except (BindingError, VersionGone, RegionError) as error:
+            # The teacher stays as it is; the next version is tried when it comes.
+            self.trouble = f"weights: {error}"
+            await asyncio.sleep(0.5)
+
+    def rebound(self, role: str) -> None:
+        """Release what was given to trainers that are gone."""
+        if role != "trainer":
+            return
+        table = self.bindings[role].table
+        self._incarnations |= {member.name: member.incarnation for member in table.members} if table else {}
+        for life in self.store.askers:
+            if isinstance(life, Life) and self._is_over(life):
+                self.store.release_asker(life)
+
+    def _incarnation(self, trainer: str) -> int:
+        """Of whoever asks in this trainer's name. A vacant place is being filled; who fills it may ask early."""
+        table = self.bindings["trainer"].table
+        members = {member.name: member.incarnation for member in table.members} if table else {}
+        return members.get(trainer, self._incarnations.get(trainer, -1) + 1)
+
+    def _is_over(self, life: Life) -> bool:
+        return life.incarnation < self._incarnation(life.trainer)
 
     async def teardown(self) -> None:
         if self._probe is not None:
             self._probe.cancel()
-        if hasattr(self, "store"):
-            await self.store.close()
+        await self.store.close()
 
     def figures(self) -> dict[str, Any]:
         version = self.teacher.version if hasattr(self, "teacher") else 0
         return {**self.counts, "version": version, "hinted_accuracy": self.accuracy, "trouble": self.trouble}
 
     @concurrent_endpoint
-    async def logits(self, contexts: list[HintedContext]) -> LogitsRef:
-        self._asked += 1
-        question = self._asked
+    async def logits(self, contexts: list[HintedContext], asker: str) -> LogitsRef:
+        self._asked[asker] += 1
+        question = self._asked[asker]
+        life = Life(asker, self._incarnation(asker.partition("/")[0]))
         async with self._one_at_a_time:
-            self._refuse_if_superseded(question)
+            self._refuse_if_given_up(question, life)
             with self.busy:
-                rows, row_offsets = await asyncio.to_thread(self.teacher.aligned_logits, contexts)
-            version = self.teacher.version
-        self._refuse_if_superseded(question)
+                rows = await asyncio.to_thread(self.teacher.align, contexts)
+                ref = await self._answer(rows, question, life)
         self.counts["requests"] += 1
         self.counts["contexts"] += len(contexts)
-        if not len(rows):  # every context is too long: there is nothing to keep in registered memory
-            nowhere = RegionRef(0, "", None, None)
-            return LogitsRef("", nowhere, 0, rows.shape[1], "float32", row_offsets, version, self.accuracy)
-        # Before the new rows are put, because what nobody reads any more makes room for them.
-        while len(self._readable) >= READABLE:
-            await self.store.release(self._readable.popleft())
-        ref = await self.store.put(rows, row_offsets, teacher_version=version, hinted_accuracy=self.accuracy)
-        self._readable.append(ref.id)
         self._start_probe(contexts)
         return ref
 
-    def _refuse_if_superseded(self, question: int) -> None:
-        if question != self._asked:
-            self.counts["superseded"] += 1
-            raise Superseded(f"question {question} was given up: its asker is at question {self._asked} by now")
+    async def _answer(self, rows: HintedRows, question: int, life: Life) -> LogitsRef:
+        """The rows in registered memory, where they are made a chunk at a time."""
+        self._refuse_if_given_up(question, life)
+        if not len(rows):  # every context is too long: there is nothing to keep
+            nowhere = RegionRef(0, "", None, None)
+            return LogitsRef("", nowhere, 0, rows.vocab, "float32", rows.row_offsets, rows.version, self.accuracy)
+        # Before there is room for the new rows, because what nobody reads any more makes it.
+        readable = self._readable[life.asker]
+        while len(readable) >= READABLE:
+            await self.store.release(readable.popleft())
+        try:
+            writer = await self.store.open(len(rows), rows.vocab, life)
+        except LogitsFull as error:
+            self.trouble = str(error)
+            raise
+        try:
+            for start in range(0, len(rows), self.config.row_chunk):
+                self._refuse_if_given_up(question, life)
+                await asyncio.to_thread(self._write, writer, rows, start)
+            ref = writer.seal(rows.row_offsets, teacher_version=rows.version, hinted_accuracy=self.accuracy)
+        except BaseException:
+            # Nobody will hear of these rows, and they would stand in the way until they expire.
+            await self.store.release(writer.ref_id)
+            raise
+        readable.append(ref.id)
+        return ref
+
+    def _write(self, writer: LogitsWriter, rows: HintedRows, start: int) -> None:
+        writer.write(rows.read(start, min(start + self.config.row_chunk, len(rows))))
+
+    def _refuse_if_given_up(self, question: int, life: Life) -> None:
+        newest = self._asked[life.asker]
+        if question == newest and not self._is_over(life):
+            return
+        self.counts["superseded"] += 1
+        why = f"its asker is at question {newest} by now" if question != newest else f"{life.trainer} died meanwhile"
+        raise Superseded(f"question {question} was given up: {why}")
 
     @concurrent_endpoint
     async def release(self, ref_id: str) -> None:

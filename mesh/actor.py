@@ -43,7 +43,7 @@ class BusyClock:
 
 
 class MeshActor(Actor):
-    """Subclasses override `setup`, `run`, `teardown` and `figures`; `self.bindings` maps roles to bindings."""
+    """Subclasses override `setup`, `run`, `teardown`, `figures`, `rebound`; `self.bindings` maps roles to bindings."""
 
     finish_limit_s = 15.0  # how long `finish` lets the loop come to its end before it is cancelled
 
@@ -71,6 +71,9 @@ class MeshActor(Actor):
     def figures(self) -> dict[str, Any]:
         """What this actor tells about itself in `status`; cheap, no waiting."""
         return {}
+
+    def rebound(self, role: str) -> None:
+        """Called when a newer table of `role` is held: members may have come or gone. Cheap, no waiting."""
 
     @concurrent_endpoint
     async def status(self) -> dict[str, Any]:
@@ -100,8 +103,8 @@ class MeshActor(Actor):
     @concurrent_endpoint
     async def bind(self, tables: dict[str, RoleTable]) -> None:
         for role, table in tables.items():
-            if role in self.bindings:
-                self.bindings[role].update(table)
+            if role in self.bindings and self.bindings[role].update(table):
+                self.rebound(role)
 
     @concurrent_endpoint
     async def lead(self, peers: tuple[MemberRef, ...]) -> None:

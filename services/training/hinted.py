@@ -4,6 +4,12 @@ The teacher's weights are `initial` (frozen), `ema`, `trust_region` (its logits 
 policy's) or `live`. A live teacher collapses with its student: the student drifts, and its hinted self drifts along, so
 it is for experiments only. Beyond the first token that the hinted teacher rejects, the rest of the turn is off its own
 distribution; `align = "prefix"` ends there.
+
+Logits of all aligned tokens never exist at once. What is kept of a forward pass is the last hidden states of the
+aligned tokens; logits are made of them a few rows at a time, by whoever wants them, in the order that they are wanted:
+
+    contexts ─▶ trunk ─▶ hidden states of the turns ─▶ where does alignment end? (`row_chunk` rows of logits at a time)
+                                                     └▶ HintedRows ─▶ read(start, stop) ─▶ logits
 """
 
 from __future__ import annotations
@@ -12,7 +18,9 @@ import asyncio
 import copy
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh.messages import HintedContext
 from services.environments.client import EnvironmentClient, EnvironmentFailure
+from services.training.trunk_and_head import TrunkAndHead
 from services.weights.logits import LogitsConfig
 
 if TYPE_CHECKING:
@@ -51,8 +60,12 @@ class HintedTeacherConfig(BaseModel):
     )
     max_context: int = Field(4096, ge=8, description="The teacher's own limit; longer contexts are left out, counted.")
     batch_tokens: int = Field(16384, ge=1, description="Padded tokens per forward pass.")
+    row_chunk: int = Field(
+        128, ge=1, description="Tokens whose logits the teacher has in memory at a time, in float32."
+    )
     probe_every: int = Field(5, ge=1, description="Requests between two measurements of the hinted accuracy.")
     probe_contexts: int = Field(16, ge=1, description="Failing turns that one measurement tries again with the hint.")
+    probe_tokens: int = Field(32, ge=1, description="Most tokens of an action that a measurement tries.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of the teacher's weights.")
     device: str = Field("cpu", description="Torch device of the teacher.")
     threads: int = Field(1, ge=1, description="CPU threads of the teacher's process.")
@@ -75,6 +88,7 @@ class HintedTeacher:
 
     `live` is where the teacher's own weights start, for every kind but `initial`. They are a copy, so that the model
     that is passed may go on training while the teacher answers, and a new version is taken in between two answers only.
+    ModelError for a model whose logits cannot be made a few rows at a time.
 
     The average of an `ema` teacher is a function of the versions it saw, with no other state. At its first version `v`
     it is `ema^v` initial weights and for the rest that version's: an average that missed the ones before, never the
@@ -88,72 +102,125 @@ class HintedTeacher:
         self.version = 0
         self._initial = initial.eval()
         self._own = None if config.weights == "initial" or live is None else copy.deepcopy(live).eval()
-        self._model = initial if self._own is None else self._own
+        # Each has hidden states of its own.
+        self._models = [TrunkAndHead(initial if self._own is None else self._own)]
+        if config.weights == "trust_region":
+            self._models.insert(0, TrunkAndHead(initial))
         self._lock = threading.Lock()
+        self._weights = 0  # grows whenever they change
+
+    @property
+    def vocab(self) -> int:
+        return self._models[0].vocab
 
     @torch.no_grad()
     def follow(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take in the policy's weights of `version`, by parameter name, as the configured kind of teacher does."""
+        """Take in the policy's weights of `version`, by parameter name, as the configured kind of teacher does.
+
+        Parameters that are not named stay as they are: they are not trained. ValueError, before anything changed, for
+        names that the model does not have or tensors of another shape.
+        """
         if self._own is None:
             return
         with self._lock:
+            given = _fitting(self._own, tensors)
             # A version that does not follow the last one begins another course: the trainer stands at its checkpoint
             # again. The average begins anew with it, as it would in a teacher that was started there.
             follows = version > self.version
             since, base = (self.version, self._own) if follows else (0, self._initial)
             # Versions that it missed count as often as if it had seen them: the average does not depend on its speed.
             kept = self.config.ema ** (version - since) if self.config.weights == "ema" else 0.0
-            before = dict(base.named_parameters())
-            for name, parameter in self._own.named_parameters():
-                new = tensors[name].to(parameter)
+            before = dict(base.named_parameters(remove_duplicate=False))
+            for name, (parameter, tensor) in given.items():
+                new = tensor.to(parameter)
                 parameter.copy_(new.lerp(before[name].to(parameter), kept) if kept else new)
             self.version = version
+            self._weights += 1
 
     @torch.no_grad()
-    def aligned_logits(self, contexts: Sequence[HintedContext]) -> tuple[torch.Tensor, list[int]]:
-        """Logits (N, V) float32 of the aligned turn tokens, and each context's row offsets (len(contexts) + 1).
+    def align(self, contexts: Sequence[HintedContext]) -> HintedRows:
+        """The rows of the aligned turn tokens of every context, in order.
 
         Row `row_offsets[i] + j` predicts turn token `j` of context `i`; the number of rows is where alignment ends. A
-        context over `max_context` has no row, with a warning; N may be 0.
+        context over `max_context` has no row, with a warning; there may be none at all.
         """
-        rows = [self._no_rows()] * len(contexts)
+        aligned: list[list[torch.Tensor]] = [[] for _ in contexts]  # per context, (n, H) of each model
         lengths = [len(context.prompt_ids) + len(context.turn_ids) for context in contexts]
         with self._lock:
             for indices in self._batches(lengths):
-                firsts = [len(contexts[i].prompt_ids) - 1 for i in indices]
-                logits = self._logits([contexts[i].prompt_ids + contexts[i].turn_ids for i in indices], min(firsts))
-                for row, index, first in zip(logits, indices, firsts, strict=True):
-                    turn_ids = contexts[index].turn_ids
-                    turn = row[first - min(firsts) :][: len(turn_ids)].cpu()
-                    rows[index] = turn[: self._aligned(turn, turn_ids)]
-        offsets = [0]
-        for part in rows:
-            offsets.append(offsets[-1] + len(part))
-        return torch.cat([self._no_rows(), *rows]), offsets
+                batch = [contexts[i] for i in indices]
+                turns = self._turns(batch)
+                counts = self._aligned(turns, batch)
+                ends = accumulate(len(context.turn_ids) for context in batch)
+                for index, count, end in zip(indices, counts, ends, strict=True):
+                    start = end - len(contexts[index].turn_ids)
+                    # A copy: the states of the whole batch are not needed any more.
+                    aligned[index] = [states[start : start + count].clone() for states in turns]
+            weights, version = self._weights, self.version
+        counted = [parts for parts in aligned if parts]
+        hidden = [torch.cat(parts) for parts in zip(*counted, strict=True)]
+        offsets = list(accumulate((len(parts[0]) if parts else 0 for parts in aligned), initial=0))
 
-    def _aligned(self, logits: torch.Tensor, turn_ids: Sequence[int]) -> int:
-        """How many tokens of the turn are distilled: all, or up to and including the first that is rejected."""
+        def read(start: int, stop: int) -> torch.Tensor:
+            with self._lock:
+                if weights != self._weights:
+                    raise RuntimeError(
+                        f"the hinted teacher took in version {self.version} since it looked at these contexts, at "
+                        f"version {version}: read what it said before it follows"
+                    )
+                if start == stop:
+                    return torch.empty(0, self.vocab)
+                return self._logits([states[start:stop] for states in hidden])
+
+        return HintedRows(offsets, self.vocab, version, read)
+
+    def _turns(self, batch: Sequence[HintedContext]) -> list[torch.Tensor]:
+        """The hidden states (n, H) that predict the turn tokens of all these contexts, one tensor per model."""
+        ids, attended = _padded([context.prompt_ids + context.turn_ids for context in batch], self._models[0].device)
+        where = [
+            (row, len(context.prompt_ids) - 1 + j)
+            for row, context in enumerate(batch)
+            for j in range(len(context.turn_ids))
+        ]
+        rows, columns = torch.tensor(where, dtype=torch.long, device=ids.device).reshape(-1, 2).unbind(1)
+        return [model.hidden(ids, attended)[rows, columns] for model in self._models]
+
+    def _aligned(self, turns: list[torch.Tensor], batch: Sequence[HintedContext]) -> list[int]:
+        """How many tokens of each turn are distilled: all, or up to and including the first that is rejected."""
         if self.config.align == "turn":
-            return len(turn_ids)
-        picked = logits.softmax(-1)[torch.arange(len(turn_ids)), torch.tensor(turn_ids)]
-        rejected = (picked < self.config.reject_below).nonzero()
-        return int(rejected[0]) + 1 if len(rejected) else len(turn_ids)
+            return [len(context.turn_ids) for context in batch]
+        picked = torch.tensor([token for context in batch for token in context.turn_ids], device=turns[0].device)
+        rejected = []
+        for start in range(0, len(picked), self.config.row_chunk):
+            part = slice(start, start + self.config.row_chunk)
+            logits = self._logits([states[part] for states in turns])
+            logprobs = logits.gather(1, picked[part, None]).squeeze(1) - logits.logsumexp(-1)
+            rejected.append(logprobs.exp() < self.config.reject_below)
+        by_turn = torch.cat(rejected).cpu().split([len(context.turn_ids) for context in batch])
+        return [int(turn.nonzero()[0]) + 1 if turn.any() else len(turn) for turn in by_turn]
 
     @torch.no_grad()
-    def act(
-        self, tokenizer: PreTrainedTokenizerBase, contexts: Sequence[HintedContext], max_new_tokens: int = 32
-    ) -> list[str | None]:
+    def _logits(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits (n, V) float32 of hidden states (n, H), one tensor per model."""
+        logits = [model.logits(states).float() for model, states in zip(self._models, hidden, strict=True)]
+        if self.config.weights != "trust_region":
+            return logits[0]
+        # Log-linear: renormalizing is left to the softmax of whoever reads the rows.
+        initial, own = logits
+        return torch.lerp(initial, own, self.config.trust)
+
+    @torch.no_grad()
+    def act(self, tokenizer: PreTrainedTokenizerBase, contexts: Sequence[HintedContext]) -> list[str | None]:
         """What the hinted teacher does, greedily: one text per context, without the end-of-turn token.
 
-        None for a context that has no room for an action within `max_context`.
+        None for a context that has no room for an action of `probe_tokens` within `max_context`.
         """
+        limit = self.config.probe_tokens
         actions: list[str | None] = [None] * len(contexts)
         with self._lock:
-            for indices in self._batches([len(context.prompt_ids) + max_new_tokens for context in contexts]):
+            for indices in self._batches([len(context.prompt_ids) + limit for context in contexts]):
                 prompts = [list(contexts[i].prompt_ids) for i in indices]
-                for index, ids in zip(
-                    indices, self._greedy(prompts, tokenizer.eos_token_id, max_new_tokens), strict=True
-                ):
+                for index, ids in zip(indices, self._greedy(prompts, tokenizer.eos_token_id, limit), strict=True):
                     actions[index] = str(tokenizer.decode(ids, skip_special_tokens=False))
         return actions
 
@@ -164,28 +231,16 @@ class HintedTeacher:
         for _ in range(max_new_tokens):
             if not running:
                 break
-            ends = [len(sequences[i]) + len(actions[i]) - 1 for i in running]
-            logits = self._logits([sequences[i] + actions[i] for i in running], min(ends))
-            picked = [int(row[end - min(ends)].argmax()) for row, end in zip(logits, ends, strict=True)]
+            texts = [sequences[i] + actions[i] for i in running]
+            ids, attended = _padded(texts, self._models[0].device)
+            last = torch.tensor([len(text) - 1 for text in texts], device=ids.device)
+            rows = torch.arange(len(texts), device=ids.device)
+            picked = self._logits([m.hidden(ids, attended)[rows, last] for m in self._models]).argmax(-1).tolist()
             for i, token in zip(running, picked, strict=True):
                 if token != eos_id:
                     actions[i].append(token)
             running = [i for i, token in zip(running, picked, strict=True) if token != eos_id]
         return actions
-
-    def _logits(self, sequences: Sequence[Sequence[int]], first: int) -> torch.Tensor:
-        """Logits (B, T - first, V) float32 of right-padded sequences from column `first` on, from the kind's weights.
-
-        The columns before are prompt: left out of the vocabulary projection, they cost no memory.
-        """
-        ids, mask = _padded(sequences, self._model.device)
-        keep = ids.shape[1] - first
-        logits = self._model(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits.float()
-        if self.config.weights == "trust_region":
-            # Log-linear: renormalizing is left to the softmax of whoever reads the rows.
-            initial = self._initial(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits.float()
-            logits = torch.lerp(initial, logits, self.config.trust)
-        return logits
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Indices of contexts of similar length, within `batch_tokens` padded tokens; those over the limit in none."""
@@ -206,8 +261,38 @@ class HintedTeacher:
         if batch:
             yield batch
 
-    def _no_rows(self) -> torch.Tensor:
-        return torch.empty(0, self._model.get_output_embeddings().weight.shape[0])
+
+@dataclass(frozen=True, slots=True)
+class HintedRows:
+    """What a teacher says of some contexts; context `i` owns rows `row_offsets[i] : row_offsets[i + 1]`.
+
+    `read(start, stop)` makes the logits (stop - start, vocab) float32 of these rows, anew each time and without a
+    gradient; RuntimeError once the teacher's weights have changed. `version` is that of the weights.
+    """
+
+    row_offsets: list[int]
+    vocab: int
+    version: int
+    read: Callable[[int, int], torch.Tensor]
+
+    def __len__(self) -> int:
+        return self.row_offsets[-1]
+
+    def chunks(self, rows: int) -> Iterator[torch.Tensor]:
+        """All rows in order, at most `rows` at a time."""
+        for start in range(0, len(self), rows):
+            yield self.read(start, min(start + rows, len(self)))
+
+    def in_order(self) -> Callable[[int], torch.Tensor]:
+        """A function that makes the next `count` rows, from the first on."""
+        position = 0
+
+        def following(count: int) -> torch.Tensor:
+            nonlocal position
+            position += count
+            return self.read(position - count, position)
+
+        return following
 
 
 async def hinted_accuracy(
@@ -248,3 +333,25 @@ def _padded(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[t
         ids[row, : len(sequence)] = torch.tensor(sequence)
         mask[row, : len(sequence)] = 1
     return ids.to(device), mask.to(device)
+
+
+def _fitting(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[torch.nn.Parameter, torch.Tensor]]:
+    """The parameters that are named, each with its tensor. ValueError when one does not fit."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied ones go by either name
+    unexpected = [name for name in tensors if name not in parameters]
+    if unexpected:
+        raise ValueError(
+            f"{len(unexpected)} of {len(tensors)} tensors are no parameters of the hinted teacher's model, e.g. "
+            f"{', '.join(unexpected[:3])}: send the policy's parameters by the names that they have in the initial "
+            "model, adapters merged into them"
+        )
+    given = {name: (parameters[name], tensor) for name, tensor in tensors.items()}
+    for name, (parameter, tensor) in given.items():
+        if parameter.shape != tensor.shape:
+            raise ValueError(
+                f"{name} is {tuple(tensor.shape)}, and {tuple(parameter.shape)} in the hinted teacher's model: send "
+                "tensors of the initial model's shapes"
+            )
+    return given

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mesh.messages import TrainBatch
 from services.losses.corrections import finite_tokens
@@ -34,6 +34,7 @@ from services.losses.preference import PreferenceConfig, Responses, preference_l
 from services.losses.reduction import masked_mean
 from services.losses.sdpo import SDPOLossConfig, sdpo_loss
 from services.losses.taid import TAIDConfig, TAIDScheduler
+from services.losses.topk import TopKRows
 from services.rollouts.advantages import scorable
 from services.rollouts.collate import collate
 from services.rollouts.samples import TrainSample, pair_samples
@@ -88,6 +89,11 @@ class SDPOConfig(BaseModel):
     )
     max_grad_norm: float = Field(1.0, gt=0, description="The channel's gradient is clipped to this norm on its own.")
     wait_s: float = Field(30.0, gt=0, description="Longest wait for the teacher's logits; then the step goes without.")
+
+    @model_validator(mode="after")
+    def _the_loss_has_the_rows_it_needs(self) -> SDPOConfig:
+        self.loss.check_rows(self.hinted.logits.top_k)
+        return self
 
 
 class ReplayConfig(BaseModel):
@@ -252,8 +258,8 @@ class Learner:
             at, partial(self._read, hinted), lambda student, teacher: loss(student, teacher.to(student.device))
         )
 
-    def _read(self, hinted: Hinted | None, count: int) -> torch.Tensor | None:
-        """The teacher's next `count` rows (count, V); None, and `hinted.failure`, when they cannot be read."""
+    def _read(self, hinted: Hinted | None, count: int) -> torch.Tensor | TopKRows | None:
+        """The teacher's next `count` rows; None, and `hinted.failure`, when they cannot be read."""
         if hinted is None or hinted.failure:
             return None
         # The forward pass that asks for the rows does not work while it waits for them.

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from mesh.messages import HintedContext, TrainBatch
+from services.losses.topk import TopKRows
 from services.rollouts.collate import empty_sample, micro_batches
 from services.rollouts.samples import TrainSample, flatten, hinted_contexts
 
 T = TypeVar("T")
-TeacherRows = Callable[[int], torch.Tensor]  # the next n rows (n, V) of the teacher's logits, in the plan's order
+# The next n rows of the teacher's logits, in the plan's order, whole (n, V) or cut; valid until the next call.
+TeacherRows = Callable[[int], torch.Tensor | TopKRows]
 
 
 @dataclass(slots=True)
