@@ -28,8 +28,7 @@ from services.engines.loop import EngineLoop
 from services.environments.client import EnvironmentClient
 from services.environments.config import EnvironmentConfig
 from services.environments.hints import load_hint_modules
-from services.models import load_tokenizer
-from services.rollouts.chat import check_template
+from services.models import generation_stop_ids, load_tokenizer
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
 from services.weights.config import WeightsConfig
 from services.weights.reader import Pulled, VersionGone
@@ -90,17 +89,19 @@ class GeneratorActor(MeshActor):
     async def setup(self) -> None:
         load_hint_modules(self.environment.hint_modules)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
-        episode = self.config.episode
-        check_template(
-            self.tokenizer,
-            hint_role=episode.hint_role if episode.hint_layers else None,
-            system=bool(episode.system_prompt),
-        )
+        # A chat template that does not fit is refused before the engine is made, which takes longer.
+        self.config.episode.hint_role_for(self.tokenizer)
         engine = await asyncio.to_thread(make_engine, self.model_path, self.config.engine)
         self.engine = EngineLoop(engine, self.config.engine, name=self.name)
         client = EnvironmentClient(self.environment_url, self.environment)
         self.runner = EpisodeRunner(
-            self.tokenizer, self.engine.generate, client, self.config.episode, self.name, self.seed
+            self.tokenizer,
+            self.engine.generate,
+            client,
+            self.config.episode,
+            self.name,
+            self.seed,
+            generation_stop_ids(self.model_path),
         )
 
     async def run(self) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 class ModelError(ValueError):
@@ -26,6 +26,15 @@ def load_tokenizer(path: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {path!r} has no eos token; a turn could not end")
     return tokenizer
+
+
+def generation_stop_ids(path: str) -> list[int]:
+    """The ids at which generation ends by the model's own generation config; none where it has none or says nothing."""
+    try:
+        found = GenerationConfig.from_pretrained(path, local_files_only=Path(path).exists()).eos_token_id
+    except OSError:
+        return []
+    return [found] if isinstance(found, int) else list(found or [])
 
 
 def load_model(path: str, dtype: str = "float32", device: str = "cpu") -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from mesh.messages import ErrorSite, Lease, Rollout, RolloutStatus, Task, Turn
 from services.engines.engine import Generation, GenerationRequest
 from services.environments.client import EnvironmentClient, EnvironmentFailure, Observation
 from services.environments.hints import HintLayers
-from services.rollouts.chat import ChatText
+from services.rollouts.chat import ChatText, Message, check_template, find_hint_role, turn_ends
 from services.rollouts.samples import SequenceRecorder
 
 Generate = Callable[[GenerationRequest], Awaitable[Generation]]
@@ -43,8 +43,19 @@ class EpisodeConfig(BaseModel):
         description="Environment's reward of a truncated rollout for which it has named none so far. None leaves such "
         "rollouts unscorable, and then nothing discourages an agent from running into its limits.",
     )
-    system_prompt: str = Field("", description="A system message before the environment's first observation.")
-    hint_role: str = Field("hint", description="Role of the message that holds a hint; the chat template must know it.")
+    system_prompt: str = Field("", description="A system message at the very beginning.")
+    examples: list[Message] = Field(
+        [], description="Messages {role, content} before the environment's first observation: what was said in other "
+        "episodes, as few-shot examples."
+    )  # fmt: skip
+    observation_role: str = Field(
+        "tool", description="Role of the message after a turn, which holds what the environment answered."
+    )
+    hint_role: str | None = Field(
+        None,
+        description="Role of the message that holds a hint. Unset: hint, if the model has a special token for it; else "
+        "the first of user and system that its chat template writes there.",
+    )
     hint_layers: list[str] = Field(
         ["template", "raw_error"], description="Where hints come from, in order: template, raw_error."
     )
@@ -54,6 +65,31 @@ class EpisodeConfig(BaseModel):
     def _known_layers(self) -> EpisodeConfig:
         HintLayers(self.hint_layers)
         return self
+
+    @model_validator(mode="after")
+    def _whole_examples(self) -> EpisodeConfig:
+        for number, message in enumerate(self.examples):
+            if set(message) != {"role", "content"} or not message["role"]:
+                raise ValueError(f"examples[{number}] must have exactly a role and a content, not {message}")
+        if self.examples and self.examples[-1]["role"] == "user":
+            raise ValueError("the last example has no answer: end with the assistant's message, or what came after it")
+        return self
+
+    def opening(self) -> list[Message]:
+        """The messages before the environment's first observation."""
+        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*system, *self.examples]
+
+    def hint_role_for(self, tokenizer: Any) -> str:
+        """The role of hints with this model. ValueError when there is none for it, or no chat that could be written."""
+        roles = [*(message["role"] for message in self.opening()), "user"]
+        shape: dict[str, Any] = {"opening": roles, "observation_role": self.observation_role}
+        check_template(tokenizer, **shape)
+        if not self.hint_layers:
+            return self.hint_role or "hint"
+        hint_role = self.hint_role or find_hint_role(tokenizer, **shape)
+        check_template(tokenizer, hint_role=hint_role, **shape)
+        return hint_role
 
 
 class _Failed(Exception):
@@ -81,15 +117,22 @@ class EpisodeRunner:
         config: EpisodeConfig,
         name: str = "",
         seed: int | None = None,
+        stop_ids: Iterable[int] = (),
     ) -> None:
-        """`seed` makes what is sampled reproducible (`turn_seed`); None leaves it to the engine's own stream."""
+        """`seed` makes what is sampled reproducible (`turn_seed`); None leaves it to the engine's own stream.
+
+        `stop_ids` end a turn besides those that the tokenizer tells of. ValueError when the tokenizer's chat template
+        cannot write the episodes of this configuration.
+        """
         self.tokenizer, self.generate, self.environment = tokenizer, generate, environment
         self.config, self.name, self.seed = config, name, seed
-        self.hints = HintLayers(config.hint_layers)
+        self.hints, self.hint_role = HintLayers(config.hint_layers), config.hint_role_for(tokenizer)
+        self.opening, self.stop_ids = config.opening(), turn_ends(tokenizer, stop_ids)
 
     async def run(self, lease: Lease, *, greedy: bool = False) -> Rollout:
         """The rollout of a lease, failed or not. Raises EngineError when the engine serves nobody any more."""
-        began, record, chat = time.monotonic(), _Record(), ChatText(self.tokenizer, self.config.hint_role)
+        began, record = time.monotonic(), _Record()
+        chat = ChatText(self.tokenizer, self.hint_role, self.stop_ids)
         status: RolloutStatus = "failed"
         try:
             async with asyncio.timeout(self.config.time_limit_s):
@@ -118,8 +161,7 @@ class EpisodeRunner:
         async with self.environment.session() as session:
             record.waits_for = "the environment's reset"
             observation = await session.reset(lease.task.seed)
-            system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-            recorder = SequenceRecorder(chat.open([*system, {"role": "user", "content": observation.content}]))
+            recorder = SequenceRecorder(chat.open([*self.opening, {"role": "user", "content": observation.content}]))
             record.recorder, repeats = recorder, _Repeats()
             new_ids, rewritten = list[int](), False
             while not (limit := self._reached(chat, record.turns)):
@@ -141,7 +183,8 @@ class EpisodeRunner:
                     turn.error = self._site(observation.error_kind, observation, before, times)
                 record.turns.append(turn)
                 record.env_reward = observation.reward
-                new_ids, rewritten = chat.extend([{"role": "tool", "content": observation.content}])
+                answer = {"role": self.config.observation_role, "content": observation.content}
+                new_ids, rewritten = chat.extend([answer])
                 if observation.done:
                     return "finished", ""
             if record.env_reward is None:
@@ -160,7 +203,7 @@ class EpisodeRunner:
             prompt_ids=list(chat.ids),
             max_tokens=min(self.config.max_new_tokens, self.config.max_tokens - len(chat.ids)),
             temperature=self.config.temperature,
-            stop_ids=(self.tokenizer.eos_token_id,),
+            stop_ids=self.stop_ids,
             greedy=greedy,
             seed=None if self.seed is None else turn_seed(self.seed, lease.id, turn),
         )

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from services.demo.tokenizer import CHARACTERS, build_tokenizer
-from services.rollouts.chat import ChatText, check_template
+from services.rollouts.chat import ChatText, check_template, find_hint_role
 
 MESSAGE = "{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -207,7 +207,8 @@ def test_a_copy_goes_its_own_way():
 
 
 def test_the_bundled_template_writes_hints_and_system_prompts():
-    check_template(tokenizer(), hint_role="hint", system=True)
+    check_template(tokenizer(), hint_role="hint", opening=["system", "user"])
+    assert find_hint_role(tokenizer()) == "hint"
 
 
 @pytest.mark.parametrize(
@@ -232,13 +233,20 @@ def test_a_template_without_place_for_hints_is_told_to_do_without():
     check_template(tok)
 
 
-def test_a_template_that_writes_no_tool_messages_is_refused():
-    with pytest.raises(ValueError, match="leaves out the tool message of user, assistant, tool; use a model"):
+def test_a_template_that_writes_no_tool_messages_is_refused_with_a_role_that_it_does():
+    refused = r"leaves out the tool message of user, assistant, tool; set observation_role to \"user\""
+    with pytest.raises(ValueError, match=refused):
         check_template(tokenizer(NO_TOOLS))
+    check_template(tokenizer(NO_TOOLS), observation_role="user")
+
+
+def test_a_template_that_writes_no_chat_at_all_is_refused():
+    with pytest.raises(ValueError, match="leaves out the user message of user; use a model"):
+        check_template(tokenizer("nothing"))
 
 
 def test_a_template_that_knows_no_system_message_is_refused_only_with_a_system_prompt():
     tok = tokenizer(REFUSES_UNKNOWN)
     with pytest.raises(ValueError, match=r"no system message .* leave system_prompt empty"):
-        check_template(tok, system=True)
-    check_template(tok, system=False)
+        check_template(tok, opening=["system", "user"])
+    check_template(tok)
