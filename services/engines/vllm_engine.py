@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,7 +100,8 @@ class VLLMEngine:
         self._weights_missing = ""  # why there are no usable weights
         self._rng = random.Random(config.seed)
         self._running: dict[str, _Row] = {}
-        self._vllm = LLMEngine.from_engine_args(_engine_args(model_path, model.config, config))
+        with _kept("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
+            self._vllm = LLMEngine.from_engine_args(_engine_args(model_path, model.config, config))
         # It warns of each layer that a reload gives nothing to, at every update; here `vllm_worker.load` checks that.
         # After the engine was made: making one sets all levels anew.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -261,6 +264,19 @@ class VLLMEngine:
     def _rpc(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """What a function of `vllm_worker` returns for the one worker there is."""
         return self._vllm.collective_rpc(call, args=arguments)[0]
+
+
+@contextmanager
+def _kept(*names: str) -> Iterator[None]:
+    """Leave these variables of the environment as they were: what vLLM sets for its processes is not for ours."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _layer(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,12 +23,9 @@ def prompt() -> Callable[[int], list[int]]:
 
 @pytest.fixture(scope="module")
 def vllm_engines() -> Iterator[VLLMEngines]:
-    environment = dict(os.environ)
     engines = VLLMEngines()
     yield engines
     engines.close()
-    os.environ.clear()  # vLLM preloads libraries for processes that it may start; those of other tests want none
-    os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -146,11 +147,13 @@ def test_any_seed_makes_a_request_reproducible(engine: VLLMEngine, prompt: Calla
 def test_weights_and_their_copy_are_of_the_type_asked_for(
     model_folder: Callable[[str], Path], prompt: Callable
 ) -> None:
+    preloaded = os.environ.get("LD_PRELOAD")
     engine = make_engine(
         str(model_folder("llama-untied")),
         EngineConfig(engine="vllm", max_batch=2, max_length=64, dtype="bfloat16", threads=1),
     )
     try:
+        assert os.environ.get("LD_PRELOAD") == preloaded  # vLLM's for processes of its own; the actor's would have it
         assert engine._rpc(lambda worker: worker.model_runner.get_model().lm_head.weight.dtype) == torch.bfloat16
         engine.load_weights(1, make_model("llama-untied", seed=1).state_dict())
         assert {tensor.dtype for tensor in engine._weights.values()} == {torch.bfloat16}
