@@ -1,10 +1,10 @@
 """The actor that trains: takes batches, asks the SDPO teacher, steps, publishes, reports, saves.
 
-    ┌───────────────────────── prepare(k+1), while step k runs ─────────────────────────┐
-    │ buffer.take(k+1) ─▶ learner.plan ─▶ sdpo_teacher.logits(contexts) ─▶ LogitsRef     │
-    └────────────────────────────────────────┬──────────────────────────────────────────┘
-                                             ▼
-    step k+1: learner.step in a thread, reading the rows chunk by chunk ─▶ release(LogitsRef), not waited for
+    ┌─────────────────────────── prepare(k+1), while step k runs ───────────────────────────┐
+    │ buffer.take(k+1) ─▶ a share for each proc ─▶ sdpo_teacher.logits(contexts) ─▶ LogitsRef │
+    └──────────────────────────────────────────┬────────────────────────────────────────────┘
+                                               ▼
+    step k+1: every proc its share, reading the rows chunk by chunk ─▶ release(LogitsRef), not waited for
               ─▶ buffer.trained(k+1) ─▶ copy version k+2 ─▶ report ─▶ checkpoint when due
                                              └─▶ sealed and published while the next step runs
 
@@ -12,6 +12,9 @@ Batch `k` trains from version `k` to version `k + 1`. It may be taken one step a
 against the version that will train it. A published version is a snapshot: the optimizer goes on while readers pull.
 A publish that failed is tried again while the next batch is waited for, because that batch may need the version.
 The teacher is never waited for when it is dead: the step goes without it, counted in `sdpo/missing`.
+
+This is the trainer's only thread of control, however many procs it has: what happens in each of them is
+`actors.trainer_part`, that it happens in all of them `actors.trainer_team`.
 """
 
 from __future__ import annotations
@@ -21,37 +24,22 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from monarch.actor import concurrent_endpoint
-from pydantic import BaseModel, ConfigDict, Field
 
-from actors.remote_rows import RemoteRows
+from actors.trainer_part import TrainerPart, TrainerSettings
+from actors.trainer_team import Team
 from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import NO_ANSWER, BindingError
 from mesh.messages import LogitsRef, TrainBatch, WeightsRef
-from services.losses.policy import PolicyConfig
-from services.models import load_model, load_tokenizer
 from services.runs.checkpoints import Checkpoints
 from services.telemetry.spans import Spans
-from services.training.hinted import HintedTeacher
-from services.training.learner import (
-    Hinted,
-    Learner,
-    OptimizerConfig,
-    ReplayConfig,
-    SDPOConfig,
-    StepPlan,
-    needs_reference,
-)
-from services.training.policy_model import PolicyModel
+from services.training.plan import StepPlan
 from services.training.report import describe_batch
-from services.training.state import load_state, save_state
-from services.weights.config import WeightsConfig
-from services.weights.plane import open_writer
 from services.weights.publishing import Publishing
 from services.weights.snapshots import SnapshotPublisher
 
@@ -59,26 +47,13 @@ TEACHER_PATIENCE_S = 2.0  # a step does not wait until a dead SDPO teacher is pl
 SAVE_LIMIT_S = 120.0  # for the checkpoint of a loop that was cancelled
 
 
-class TrainerConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+@dataclass(slots=True)
+class Prepared:
+    """A batch, dealt out and asked about. By rank: what each proc does, and the teacher's answer to it."""
 
-    steps: int = Field(60, ge=1, description="Optimizer steps of the run.")
-    prefetch: bool = Field(True, description="Take the next batch, and its teacher logits, while a step runs.")
-    micro_batch_tokens: int = Field(
-        16384, ge=16, description="Tokens per forward pass; padding counts, if there is any."
-    )
-    packing: bool = Field(
-        True, description="Sequences end to end without padding. false: padded, for models that cannot be packed."
-    )
-    logits_chunk: int = Field(512, ge=1, description="Rows of logits (tokens x vocabulary) in memory at a time.")
-    gradient_checkpointing: bool = Field(
-        False, description="Compute each layer's activations again in backward: less memory, a third more time."
-    )
-    checkpoint_every: int = Field(20, ge=1, description="Steps between two checkpoints; one is written at the end too.")
-    keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints that are kept.")
-    threads: int = Field(1, ge=1, description="CPU threads of the trainer.")
-    device: str = Field("cpu", description="Torch device of the trainer.")
-    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="AdamW and its schedule.")
+    batch: TrainBatch
+    shares: list[StepPlan]
+    refs: list[LogitsRef | None]
 
 
 class TrainerActor(MeshActor):
@@ -87,24 +62,9 @@ class TrainerActor(MeshActor):
     # What a caller of `finish` must allow for. Each trainer ends by itself before that: see `finish_limit`.
     finish_limit_s = 600.0
 
-    def __init__(
-        self,
-        name: str,
-        config: TrainerConfig,
-        policy: PolicyConfig,
-        sdpo: SDPOConfig,
-        replay: ReplayConfig,
-        weights: WeightsConfig,
-        model_path: str,
-        run_dir: str,
-        temperature: float,
-        advantage_scaling: str,
-        seed: int,
-    ) -> None:
+    def __init__(self, name: str, settings: TrainerSettings, run_dir: str) -> None:
         super().__init__(name, roles=("rollout_buffer", "sdpo_teacher"))
-        self.config, self.policy, self.sdpo, self.replay = config, policy, sdpo, replay
-        self.weights_config, self.model_path, self.run_dir = weights, model_path, Path(run_dir)
-        self.temperature, self.advantage_scaling, self.seed = temperature, advantage_scaling, seed
+        self.settings, self.config, self.run_dir = settings, settings.config, Path(run_dir)
         self.bindings["sdpo_teacher"].patience_s = TEACHER_PATIENCE_S
         self.step_n = 0
         self.life = secrets.token_hex(8)  # tells the reports of this trainer from those of the one before it
@@ -121,55 +81,19 @@ class TrainerActor(MeshActor):
     # ---- life ----------------------------------------------------------------------------------------------------
 
     async def setup(self) -> None:
-        torch.manual_seed(self.seed)
-        self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", keep=self.config.keep_checkpoints)
-        await asyncio.to_thread(self._load)
-        writer, store = await open_writer(self._published, self.weights_config)
-        self.publisher = SnapshotPublisher([writer], self.weights_config, store)
+        latest = await asyncio.to_thread(self.checkpoints.latest)
+        self.team = Team(TrainerPart(self.settings, self.spans), self.peers)
+        self.step_n = await self.team.load(latest.path if latest else None)
+        writers, store = await self.team.open_writers()
+        self.publisher = SnapshotPublisher(writers, self.settings.weights, store)
         self.publishing = Publishing(self.publisher, self.spans, self._note)
         await self.publisher.publish(self.step_n)
         # Before the first batch is taken, the buffer and this trainer agree on what has been trained.
         await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.rewind, self.step_n)
 
-    def _load(self) -> None:
-        """The newest checkpoint of the run if there is one, else the initial model."""
-        latest = self.checkpoints.latest()
-        path = str(latest.path / "policy") if latest else self.model_path
-        model = load_model(path, "float32", self.config.device)
-        inline = self.sdpo.teacher == "inline" and self.sdpo.alpha > 0
-        initial = None
-        if inline or needs_reference(self.policy, self.replay):
-            initial = load_model(self.model_path, "float32", self.config.device)
-        packing, chunk = self.config.packing, self.config.logits_chunk
-        self.learner = Learner(
-            PolicyModel(model, packing=packing, logits_chunk=chunk, checkpointing=self.config.gradient_checkpointing),
-            None if initial is None else PolicyModel(initial, packing=packing, logits_chunk=chunk),
-            self._encode,
-            self.tokenizer.eos_token_id,
-            steps=self.config.steps,
-            optimizer=self.config.optimizer,
-            policy=self.policy,
-            sdpo=self.sdpo,
-            replay=self.replay,
-            temperature=self.temperature,
-            max_tokens=self.config.micro_batch_tokens,
-            spans=self.spans,
-            advantage_scaling=self.advantage_scaling,
-        )
-        self.inline = HintedTeacher(initial, initial, self.sdpo.hinted) if inline and initial is not None else None
-        if latest:
-            self.step_n = load_state(latest.path, self.learner)
-
-    def _published(self) -> dict[str, torch.nn.Parameter]:
-        """What readers get: the parameters that are trained; they have the others."""
-        return {name: p for name, p in self.learner.model.named_parameters() if p.requires_grad}
-
     def _note(self, trouble: str) -> None:
         self.trouble = trouble
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     async def run(self) -> None:
         """Train until the last step, or until the run is told to finish; then save."""
@@ -183,7 +107,7 @@ class TrainerActor(MeshActor):
         await self._save()
 
     async def _train_steps(self) -> None:
-        upcoming: asyncio.Task[tuple[StepPlan, Hinted | None, LogitsRef | None] | None] | None = None
+        upcoming: asyncio.Task[Prepared | None] | None = None
         try:
             while self.step_n < self.config.steps and not self.finishing.is_set():
                 with self.spans("trainer/wait_batch", waiting=True):
@@ -193,7 +117,7 @@ class TrainerActor(MeshActor):
                     break
                 if self.config.prefetch and self.step_n + 1 < self.config.steps:
                     upcoming = asyncio.create_task(self._prepare(self.step_n + 1))
-                await self._train(*prepared)
+                await self._train(prepared)
                 if self.step_n % self.config.checkpoint_every == 0 and self.step_n < self.config.steps:
                     await self._save()
         finally:
@@ -209,6 +133,8 @@ class TrainerActor(MeshActor):
         await asyncio.gather(*self._background, return_exceptions=True)
         if hasattr(self, "publishing"):
             await self.publishing.close()
+        if hasattr(self, "team"):
+            await self.team.close()
 
     def figures(self) -> dict[str, Any]:
         return {"step": self.step_n, "steps": self.config.steps, "trouble": self.trouble,
@@ -216,14 +142,14 @@ class TrainerActor(MeshActor):
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, batch_id: int) -> tuple[StepPlan, Hinted | None, LogitsRef | None] | None:
-        """Take the batch, plan it, and ask the teacher about its failing turns."""
+    async def _prepare(self, batch_id: int) -> Prepared | None:
+        """Take the batch, deal it out, and ask the teacher about each share's failing turns."""
         batch = await self._take(batch_id)
         if batch is None:
             return None
-        plan = await asyncio.to_thread(self.learner.plan, batch)
-        hinted, ref = await self._ask_teacher(plan)
-        return plan, hinted, ref
+        shares = await asyncio.to_thread(self.team.part.shares, batch)
+        asking = [self._ask_teacher(share, f"{self.name}/{rank}") for rank, share in enumerate(shares)]
+        return Prepared(batch, shares, await asyncio.gather(*asking))
 
     async def _take(self, batch_id: int) -> TrainBatch | None:
         """The batch, however long the generators need for it; None once the run is told to finish."""
@@ -243,64 +169,50 @@ class TrainerActor(MeshActor):
                 return batch
         return None
 
-    async def _ask_teacher(self, plan: StepPlan) -> tuple[Hinted | None, LogitsRef | None]:
-        """The hinted teacher's rows for a plan; none when there is nothing to ask or nobody answers in time."""
-        contexts = plan.contexts
-        if not contexts or self.inline is not None:
-            return None, None
+    async def _ask_teacher(self, share: StepPlan, asker: str) -> LogitsRef | None:
+        """The hinted teacher's rows for a share; none when there is nothing to ask or nobody answers in time."""
+        if not share.contexts or self.settings.inline:
+            return None
         teacher = self.bindings["sdpo_teacher"]
         if not teacher.bound:
             self.trouble = "sdpo teacher: it is dead and not placed again yet"
-            return None, None
+            return None
+        wait_s = self.settings.sdpo.wait_s
         try:
-            asking = teacher.call(roles.SDPOTeacher.logits, contexts, f"{self.name}/{self.rank}")
-            ref = await asyncio.wait_for(asking, self.sdpo.wait_s)
+            return await asyncio.wait_for(teacher.call(roles.SDPOTeacher.logits, share.contexts, asker), wait_s)
         except (BindingError, TimeoutError) as error:
             # Training goes on without the channel; the report of this step says so.
-            self.trouble = f"sdpo teacher: {error or f'no logits within {self.sdpo.wait_s:g} s'}"
-            return None, None
-        remote = RemoteRows.of_plan(
-            ref, plan, asyncio.get_running_loop(), chunk_rows=self.config.logits_chunk, via=self.weights_config.via
-        )
-        figures = {"accuracy": ref.hinted_accuracy, "version": ref.teacher_version}
-        return Hinted.from_reader(remote, ref.row_offsets, **figures), ref
+            self.trouble = f"sdpo teacher: {error or f'no logits within {wait_s:g} s'}"
+            return None
 
-    async def _train(self, plan: StepPlan, hinted: Hinted | None, ref: LogitsRef | None) -> None:
-        began = time.monotonic()
+    async def _train(self, prepared: Prepared) -> None:
+        began, batch = time.monotonic(), prepared.batch
         async with self._between_steps:
-            self._training = plan.batch.id
-            if self.inline is not None and plan.contexts:
-                # Only now: what it says of the contexts holds as long as it has the weights that it has now.
-                with self.spans("trainer/teacher"):
-                    rows = await asyncio.to_thread(self.inline.align, plan.contexts)
-                hinted = Hinted.from_reader(rows.in_order(), rows.row_offsets, version=rows.version)
+            self._training = batch.id
             # `waiting`: the spans inside it tell the learner's work from its waiting for logits.
             with self.spans("trainer/step", waiting=True):
                 try:
-                    metrics = await asyncio.to_thread(self.learner.step, plan, hinted)
+                    metrics, unread = await self.team.step(prepared.shares, prepared.refs)
                 finally:
-                    if ref is not None:
-                        self._release_later(ref)
-            if self.inline is not None:
-                weights = dict(self.learner.model.named_parameters())
-                with self.spans("trainer/teacher"):
-                    await asyncio.to_thread(self.inline.follow, self.step_n + 1, weights)
+                    for ref in prepared.refs:
+                        if ref is not None:
+                            self._release_later(ref)
             self.step_n += 1
             # The frontier moves before anybody can sample from the new version.
-            await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.trained, plan.batch.id)
+            await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.trained, batch.id)
             self._training = None
         await self._publish()
-        if hinted is not None and hinted.failure:
-            self.trouble = f"sdpo teacher: {hinted.failure}"
+        if unread:
+            self.trouble = f"sdpo teacher: {unread}"
         metrics |= self.publishing.metrics()
-        figures, histograms = describe_batch(plan.batch)
+        figures, histograms = describe_batch(batch)
         metrics |= figures
         metrics["idle/trainer"] = self.spans.idle_share("trainer")
         metrics |= {f"seconds/{name}": seconds for name, seconds in self.spans.drain().items()}
         metrics["seconds/step"] = time.monotonic() - began
         self._longest_step_s = max(self._longest_step_s, metrics["seconds/step"])
         self.finish_limit_s = finish_limit(self._longest_step_s)
-        report = {"step": plan.batch.id, "metrics": metrics, "histograms": histograms}
+        report = {"step": batch.id, "metrics": metrics, "histograms": histograms}
         self._reports.append({**report, "finished_at": time.time(), "life": self.life})
         del self._reports[:-1000]
         self._reported.set()
@@ -334,7 +246,7 @@ class TrainerActor(MeshActor):
                 )
             with self.spans("trainer/checkpoint"):
                 async with _in_thread(self.checkpoints.writing(self.step_n)) as path:
-                    await asyncio.to_thread(save_state, path, self.learner, self.tokenizer, self.step_n)
+                    await self.team.save(path, self.step_n)
                     buffer = self.bindings["rollout_buffer"]
                     await buffer.call(roles.RolloutBuffer.save, str(path / "buffer"), self.step_n)
             return str(self.checkpoints.folder / f"step-{self.step_n}")

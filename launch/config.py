@@ -1,7 +1,7 @@
 """The configuration of a run: every section, the rules between sections, and how it is read.
 
 Each section's model stands beside the class it configures; this module only puts them together. A run is started from
-a TOML file, or from the bundled `presets/demo.toml`, plus `--set section.key=value`.
+a TOML file, one of yours or one of `launch/presets`, plus `--set section.key=value`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from actors.generator import GeneratorConfig
 from actors.rewarder import RewarderConfig
 from actors.teacher_pool import TeacherPoolConfig
-from actors.trainer import TrainerConfig
+from actors.trainer_part import TrainerConfig
 from mesh.supervision import SupervisionConfig
 from services.environments.config import EnvironmentConfig
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
@@ -46,9 +46,22 @@ class RunConfig(BaseModel):
 class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    path: str | None = Field(
-        None, description="Folder of a Hugging Face causal LM; unset: the demo's tiny model, built and cached."
+    path: str | None = Field(None, description="Folder of a Hugging Face causal LM with a chat template.")
+    bundled: Literal["demo", "smollm2-135m-instruct"] | None = Field(
+        None,
+        description="A model that is made or converted on first use and cached, instead of a path: demo, the tiny model "
+        "of the toolbox (used when neither is set), or smollm2-135m-instruct (extra smollm2).",
     )
+
+    @model_validator(mode="after")
+    def _one_model(self) -> ModelConfig:
+        if self.path is not None and self.bundled is not None:
+            raise ValueError(f"path and bundled name two models: remove bundled = {self.bundled!r}, or path")
+        return self
+
+    @property
+    def is_demo(self) -> bool:
+        return self.path is None and self.bundled in (None, "demo")
 
 
 class Config(BaseModel):
@@ -79,8 +92,13 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         episode, engine = self.generator.episode, self.generator.engine
-        if self.model.path is None and "max_length" not in engine.model_fields_set:
+        if self.model.is_demo and "max_length" not in engine.model_fields_set:
             engine.max_length = DEMO_LENGTH
+        if self.model.is_demo and self.environment.toolbox and self.environment.toolbox.words != "terse":
+            raise ValueError(
+                f'the demo\'s model does not know environment.toolbox.words "{self.environment.toolbox.words}": set '
+                'model.path or model.bundled to a language model, or words = "terse"'
+            )
         if self.generator.episodes > self.environment.max_sessions:
             raise ValueError(
                 f"generator.episodes {self.generator.episodes} exceeds environment.max_sessions "
@@ -137,17 +155,29 @@ def _scaling(policy: PolicyConfig) -> str:
 
 
 def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
-    """Read a TOML file (None: the demo) and apply `section.key=value` settings. ConfigError says what to mend."""
-    path = path or PRESETS / "demo.toml"
+    """Read a TOML file (None: the demo) and apply `section.key=value` settings. ConfigError says what to mend.
+
+    A path where no file is may name a bundled preset: `hard`, `hard.toml` or `presets/hard.toml`.
+    """
+    path = _preset(path or Path("demo"))
     try:
         data = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"no config file {path}; leave it out to run the bundled demo") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return validated(data, " and ".join([str(path), *(f"--set {setting}" for setting in settings)]), settings)
+
+
+def _preset(path: Path) -> Path:
+    """The path itself if a file is there, else the bundled preset of that name. ConfigError lists what there is."""
+    if path.is_file():
+        return path
+    bundled = PRESETS / f"{path.name.removesuffix('.toml')}.toml"
+    if str(path.parent) in (".", "presets") and bundled.is_file():
+        return bundled
+    names = ", ".join(sorted(preset.stem for preset in PRESETS.glob("*.toml")))
+    raise ConfigError(f"no config file {path}, and no bundled preset of that name; there are: {names}")
 
 
 def validated(data: dict[str, Any], source: str = "the configuration", settings: Sequence[str] = ()) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from actors.generator import GeneratorActor
@@ -10,6 +11,8 @@ from actors.rollout_buffer import RolloutBufferActor
 from actors.sdpo_teacher import SDPOTeacherActor
 from actors.teacher_pool import TeacherPoolActor
 from actors.trainer import TrainerActor
+from actors.trainer_part import TrainerSettings
+from actors.trainer_peer import TrainerPeerActor
 from launch.config import Config
 from launch.services import LocalServers
 from mesh.topology import Place, ProcSpec
@@ -46,12 +49,15 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         name, hinted = "sdpo-teacher-0", config.sdpo.hinted
         arguments = (hinted, model, *environment, config.weights)
         filled.append(Place("sdpo_teacher", name, SDPOTeacherActor, arguments, proc(name, hinted.threads)))
+    settings = TrainerSettings(
+        config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, sampling,
+        config.buffer().advantage_scaling, config.run.seed,
+    )  # fmt: skip
+    spec = replace(proc("trainer-0", config.trainer.threads), devices=config.trainer.gpus)
     filled.append(
         Place(
-            "trainer", "trainer-0", TrainerActor,
-            (config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, str(run.path), sampling,
-             config.buffer().advantage_scaling, config.run.seed),
-            proc("trainer-0", config.trainer.threads),
+            "trainer", "trainer-0", TrainerActor, (settings, str(run.path)), spec,
+            procs=config.trainer.procs, peer=TrainerPeerActor,
         )
     )  # fmt: skip
     at_once = -(-config.generator.count * config.generator.episodes // config.rewarder.count)

@@ -17,6 +17,7 @@ from mesh.messages import (
     Lease,
     LogitsRef,
     Rollout,
+    ShardRef,
     TrainBatch,
     WeightsRef,
 )
@@ -190,6 +191,38 @@ class Trainer(Member, Protocol):
         ...
 
 
+class TrainerPeer(Member, Protocol):
+    """A proc of a trainer but its first: who calls is the trainer itself, which does the same at the same time."""
+
+    @contract(600.0, retry=False)
+    def load(self, size: int, port: int, checkpoint: str | None) -> Awaitable[int]:
+        """Meet the others of `size` procs at `port`, and load; returns the step."""
+        ...
+
+    @contract(3600.0, retry=False)
+    def step(self, share: Any, ref: LogitsRef | None) -> Awaitable[str]:
+        """Train a share (a `services.training.plan.StepPlan`); why the teacher's rows could not be read, or ""."""
+        ...
+
+    @contract(600.0, retry=False)
+    def save(self, path: str, step: int) -> Awaitable[None]:
+        """This proc's part of the checkpoint of `step`, into the folder `path`."""
+        ...
+
+    @contract(60.0, retry=False)
+    def open_writer(self, store: Any | None) -> Awaitable[None]:
+        """Make ready to write this proc's shards of published versions, into the leader's store if it has one."""
+        ...
+
+    @contract(600.0, retry=False)
+    def copy(self, slot: int, version: int) -> Awaitable[None]:
+        """`services.weights.shards.Writer.copy` of this proc's shards, and so `seal`."""
+        ...
+
+    @contract(600.0, retry=False)
+    def seal(self, slot: int, base: int | None) -> Awaitable[ShardRef]: ...
+
+
 class Generator(Member, Protocol):
     @contract(120.0, retry=True)
     def evaluate(self, seeds: list[int], greedy: bool) -> Awaitable[list[Rollout]]:
@@ -212,3 +245,6 @@ ROLES: dict[str, type] = {
     "generator": Generator,
     "teachers": TeacherPool,
 }
+
+# Of members that may span several procs: what the actors beside the first are asked by it, and by nobody else.
+PEERS: dict[str, type] = {"trainer": TrainerPeer}

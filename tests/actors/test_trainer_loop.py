@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from actors import trainer as module
-from actors.trainer import SAVE_LIMIT_S, TEACHER_PATIENCE_S, TrainerActor, TrainerConfig, finish_limit
+from actors import trainer_team
+from actors.trainer import SAVE_LIMIT_S, TEACHER_PATIENCE_S, Prepared, TrainerActor, finish_limit
+from actors.trainer_part import TrainerConfig, TrainerSettings
 from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure
 from mesh.messages import ErrorSite, Group, Rollout, Sequence, Task, TrainBatch, Turn, VersionSpan
 from services.demo.tokenizer import build_tokenizer
@@ -66,7 +68,7 @@ class Teacher:
     def __init__(self, release_hangs=False):
         self.store, self.release_hangs, self.releases = LogitsStore(), release_hangs, []
 
-    async def call(self, endpoint, argument):
+    async def call(self, endpoint, argument, asker=None):
         if endpoint.__name__ == "release":
             self.releases.append(argument)
             if self.release_hangs:
@@ -77,12 +79,13 @@ class Teacher:
         return await self.store.put(torch.zeros(offsets[-1], vocab), offsets, teacher_version=0)
 
 
-def make_trainer(model_path, tmp_path, buffer=None, teacher=None, *, alpha=0.0, **config):
-    actor = TrainerActor(
-        "trainer-0", TrainerConfig(**{"steps": 3, **config}), PolicyConfig(max_completion_length=8),
-        SDPOConfig(alpha=alpha), ReplayConfig(beta=0.0), WeightsConfig(via="shm"), model_path, str(tmp_path),
+def make_trainer(model_path, tmp_path, buffer=None, teacher=None, *, alpha=0.0, sdpo=None, **config):
+    settings = TrainerSettings(
+        TrainerConfig(**{"steps": 3, **config}), PolicyConfig(max_completion_length=8),
+        SDPOConfig(alpha=alpha, **(sdpo or {})), ReplayConfig(beta=0.0), WeightsConfig(via="shm"), model_path,
         1.0, "none", 0,
     )  # fmt: skip
+    actor = TrainerActor("trainer-0", settings, str(tmp_path))
     actor.bindings["rollout_buffer"] = buffer or Buffer()
     if teacher is not None:
         actor.bindings["sdpo_teacher"] = teacher
@@ -148,7 +151,7 @@ def test_a_publish_that_failed_is_tried_again_while_the_batch_that_needs_it_is_w
         buffer = Buffer()
         actor = make_trainer(model_path, tmp_path, buffer, steps=2, prefetch=prefetch)
         await actor.setup()
-        copy, step = actor.publisher.copy, actor.learner.step
+        copy, step = actor.publisher.copy, actor.team.part.learner.step
         stepping, tried = threading.Event(), []
         # On-policy: batch k is made from version k, and by nobody before it is there.
         buffer.gate = lambda batch_id: actor.publisher.version == batch_id
@@ -167,7 +170,7 @@ def test_a_publish_that_failed_is_tried_again_while_the_batch_that_needs_it_is_w
             finally:
                 stepping.clear()
 
-        actor.publisher.copy, actor.learner.step = fails_twice, watched
+        actor.publisher.copy, actor.team.part.learner.step = fails_twice, watched
         await asyncio.wait_for(actor._guarded_run(), LIMIT_S)
         assert actor.failure is None
         assert tried == [1, 1, 1, 2]
@@ -190,13 +193,13 @@ def test_a_trainer_allows_for_a_step_as_long_as_those_it_did(model_path, tmp_pat
     async def scenario():
         actor = make_trainer(model_path, tmp_path, steps=1)
         await actor.setup()
-        clock, step = [0.0], actor.learner.step
+        clock, step = [0.0], actor.team.part.learner.step
 
         def long_step(*args):
             clock[0] += 100.0
             return step(*args)
 
-        actor.learner.step = long_step
+        actor.team.part.learner.step = long_step
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
         assert actor.finish_limit_s == 120.0
         await asyncio.wait_for(actor._guarded_run(), LIMIT_S)
@@ -235,7 +238,7 @@ def test_a_step_that_is_cut_off_is_not_saved_and_says_so(model_path, tmp_path, m
     async def scenario():
         actor = make_trainer(model_path, tmp_path)
         await actor.setup()
-        step, entered, go = actor.learner.step, threading.Event(), threading.Event()
+        step, entered, go = actor.team.part.learner.step, threading.Event(), threading.Event()
 
         def slow(plan, hinted):
             if plan.batch.id == 1:
@@ -243,7 +246,7 @@ def test_a_step_that_is_cut_off_is_not_saved_and_says_so(model_path, tmp_path, m
                 assert go.wait(LIMIT_S)
             return step(plan, hinted)
 
-        actor.learner.step = slow
+        actor.team.part.learner.step = slow
         actor._loop_task = asyncio.create_task(actor._guarded_run())
         try:
             await until(entered.is_set)
@@ -274,7 +277,7 @@ def test_a_step_does_not_wait_for_a_teacher_that_nobody_plays(model_path, tmp_pa
 
 def test_a_question_that_the_teacher_did_not_answer_is_a_step_without_the_channel(model_path, tmp_path):
     class Refuses(Teacher):
-        async def call(self, called, argument):
+        async def call(self, called, argument, asker=None):
             raise RemoteFailure("sdpo_teacher.logits failed: Superseded: question 1 was given up", "Superseded")
 
     actor = make_trainer(model_path, tmp_path, teacher=Refuses(), alpha=0.5, steps=1)
@@ -307,6 +310,23 @@ def test_what_was_read_is_released(model_path, tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("weights", ["initial", "live"])
+def test_an_inline_teacher_speaks_with_the_weights_it_has_when_the_step_begins(model_path, tmp_path, weights):
+    async def scenario():
+        actor = make_trainer(
+            model_path, tmp_path, alpha=0.5, sdpo={"teacher": "inline", "hinted": {"weights": weights}}
+        )
+        assert actor.config.prefetch
+        assert await run_to_its_end(actor) is None
+        metrics = [report["metrics"] for report in actor._reports]
+        versions = {"initial": [0.0, 0.0, 0.0], "live": [0.0, 1.0, 2.0]}[weights]
+        assert [figures["sdpo/teacher_version"] for figures in metrics] == versions
+        assert [figures["sdpo/missing"] for figures in metrics] == [0.0, 0.0, 0.0]
+        assert all(figures["sdpo/grad_norm"] > 0 for figures in metrics)
+
+    asyncio.run(scenario())
+
+
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -334,7 +354,7 @@ def test_steps_are_told_once_to_who_knows_this_trainer_and_all_of_them_to_who_kn
     asyncio.run(scenario())
 
 
-def test_waiting_for_logits_is_idle_and_the_rest_of_the_step_is_not(model_path, tmp_path):
+def test_waiting_for_logits_is_idle_and_the_rest_of_the_step_is_not(model_path, tmp_path, monkeypatch):
     async def scenario():
         actor = make_trainer(model_path, tmp_path, alpha=0.5, steps=1)
         clock = [0.0]
@@ -348,9 +368,10 @@ def test_waiting_for_logits_is_idle_and_the_rest_of_the_step_is_not(model_path, 
             spend(6.0)
             return torch.zeros(count, len(build_tokenizer()))
 
-        actor.learner.policy_model.register_forward_pre_hook(lambda *_: spend(2.0))
-        plan = actor.learner.plan(batch(0))
-        await actor._train(plan, Hinted.from_reader(read, [0, 4, 8]), None)
+        actor.team.part.learner.policy_model.register_forward_pre_hook(lambda *_: spend(2.0))
+        monkeypatch.setattr(trainer_team, "answer_to", lambda *_: Hinted.from_reader(read, [0, 4, 8]))
+        made = batch(0)
+        await actor._train(Prepared(made, actor.team.part.shares(made), [None]))
         await actor.teardown()
         metrics = actor._reports[0]["metrics"]
         assert metrics["seconds/trainer/step"] == 8.0

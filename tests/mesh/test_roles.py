@@ -12,21 +12,25 @@ from launch.places import places
 from launch.services import LocalServers
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.roles import ROLES, contract_of
+from mesh.roles import PEERS, contract_of
 
+ROLES = {**roles.ROLES, **{f"{role}/peer": contract for role, contract in PEERS.items()}}
 ROLE_NAMES = sorted(ROLES)
 
 
 def filled(folder):
-    """One place of each role, as the bundled run fills them."""
+    """Actor, name and arguments of each role, as the bundled run fills them."""
     config = load_config()
     servers = LocalServers(config, folder)
     servers.urls = {"environment": "http://environment", "teachers": "http://teachers"}
     run = SimpleNamespace(path=folder, logs=folder, teachers=folder / "teachers.jsonl")
-    return {place.role: place for place in places(config, run, Path("model"), servers)}
+    made = places(config, run, Path("model"), servers)
+    return {place.role: (place.actor, place.name, place.args) for place in made} | {
+        f"{place.role}/peer": (place.peer, place.name, place.args) for place in made if place.peer is not None
+    }
 
 
-ACTORS = {role: place.actor for role, place in filled(Path("nowhere")).items()}
+ACTORS = {role: actor for role, (actor, _, _) in filled(Path("nowhere")).items()}
 
 
 def endpoints(role):
@@ -83,11 +87,11 @@ def test_the_endpoints_of_an_actor_take_what_its_role_promises_and_run_concurren
 
 @pytest.mark.parametrize("role", ROLE_NAMES)
 def test_an_actor_answers_for_its_status_before_it_is_started(role, tmp_path):
-    place = filled(tmp_path)[role]
+    actor, name, arguments = filled(tmp_path)[role]
 
     async def scenario():
-        return await implementation(place.actor, "status")(place.actor(place.name, *place.args))
+        return await implementation(actor, "status")(actor(name, *arguments))
 
     status = asyncio.run(scenario())
-    assert (status["name"], status["running"], status["failure"]) == (place.name, False, None)
+    assert (status["name"], status["running"], status["failure"]) == (name, False, None)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,229 @@
+"""What one proc of a trainer does, whether it is alone, the leader of several, or a peer. No Monarch here.
+
+    load    meet the others ─▶ initial model or checkpoint ─▶ shard ─▶ learner
+    step    its share of a step, at the same time as the others ─▶ metrics, equal on all
+    save    its shards of the checkpoint; the leader also the policy for everybody
+    source  its shards of what is published
+
+All of it but `source` is a collective: see `services.training.sharding`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from actors.remote_rows import RemoteRows
+from mesh.messages import LogitsRef, TrainBatch
+from services.losses.policy import PolicyConfig
+from services.models import load_model, load_tokenizer
+from services.telemetry.spans import Spans
+from services.training.hinted import HintedTeacher
+from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig, needs_reference
+from services.training.plan import Hinted, StepPlan
+from services.training.policy_model import PolicyModel
+from services.training.sharding import ALONE, ComputeDtype, alone, join, shard, whole
+from services.training.state import load_state, save_state
+from services.weights.config import WeightsConfig
+
+
+class TrainerConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    steps: int = Field(60, ge=1, description="Optimizer steps of the run.")
+    prefetch: bool = Field(True, description="Take the next batch, and its teacher logits, while a step runs.")
+    micro_batch_tokens: int = Field(
+        16384, ge=16, description="Tokens per forward pass; padding counts, if there is any."
+    )
+    packing: bool = Field(
+        True, description="Sequences end to end without padding. false: padded, for models that cannot be packed."
+    )
+    logits_chunk: int = Field(512, ge=1, description="Rows of logits (tokens x vocabulary) in memory at a time.")
+    gradient_checkpointing: bool = Field(
+        False, description="Compute each layer's activations again in backward: less memory, a third more time."
+    )
+    checkpoint_every: int = Field(20, ge=1, description="Steps between two checkpoints; one is written at the end too.")
+    keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints that are kept.")
+    procs: int = Field(
+        1, ge=1, description="Procs of the trainer: the model, its gradients and moments are sharded over them (FSDP2)."
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of each of the trainer's procs.")
+    device: str = Field("cpu", description="Torch device of the trainer; with several procs cpu or cuda, one GPU each.")
+    devices: tuple[str, ...] = Field(
+        (), description="The GPU of each proc, as CUDA_VISIBLE_DEVICES names it; empty: the first ones."
+    )
+    dtype: ComputeDtype = Field(
+        "float32", description="What is computed in. Parameters and moments are kept in float32 either way."
+    )
+    collective_s: float = Field(
+        120.0, gt=0, description="Seconds that the trainer's procs wait for each other before the trainer fails."
+    )
+    optimizer: OptimizerConfig = Field(default_factory=lambda: OptimizerConfig(), description="AdamW and its schedule.")
+
+    @model_validator(mode="after")
+    def _each_proc_has_its_device(self) -> TrainerConfig:
+        if self.devices and self.device != "cuda":
+            raise ValueError(
+                f'trainer.devices names GPUs and trainer.device is {self.device!r}: set trainer.device = "cuda", or '
+                "leave trainer.devices out"
+            )
+        if self.devices and len(self.devices) != self.procs:
+            raise ValueError(
+                f"trainer.devices has {len(self.devices)} entries for trainer.procs = {self.procs}: name one GPU per "
+                "proc, or leave it out"
+            )
+        if self.procs > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"trainer.device {self.device!r} is one device and trainer.procs is {self.procs}: set trainer.device "
+                '= "cuda" and name the GPUs in trainer.devices'
+            )
+        return self
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The GPU of each proc; empty where the procs see what there is."""
+        if self.devices or self.device != "cuda" or self.procs == 1:
+            return self.devices
+        return tuple(map(str, range(self.procs)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """Everything that all procs of a trainer are told."""
+
+    config: TrainerConfig
+    policy: PolicyConfig
+    sdpo: SDPOConfig
+    replay: ReplayConfig
+    weights: WeightsConfig
+    model_path: str  # of the initial policy
+    temperature: float  # that rollouts are sampled at
+    advantage_scaling: str
+    seed: int
+
+    @property
+    def inline(self) -> bool:
+        """Whether the trainer is its own hinted teacher."""
+        return self.sdpo.teacher == "inline" and self.sdpo.alpha > 0
+
+
+def answer_to(share: StepPlan, ref: LogitsRef | None, settings: TrainerSettings) -> Hinted | None:
+    """The SDPO teacher's answer to a share, to be read chunk by chunk on the event loop that this is called on."""
+    if ref is None:
+        return None
+    loop, chunk_rows = asyncio.get_running_loop(), settings.config.logits_chunk
+    rows = RemoteRows.of_plan(ref, share, loop, chunk_rows=chunk_rows, via=settings.weights.via)
+    return Hinted.from_reader(rows, ref.row_offsets, accuracy=ref.hinted_accuracy, version=ref.teacher_version)
+
+
+class TrainerPart:
+    """One proc's part of a trainer. `load` first; every method blocks."""
+
+    learner: Learner
+
+    def __init__(self, settings: TrainerSettings, spans: Spans | None = None) -> None:
+        self.settings, self.spans = settings, spans or Spans()
+        self.replica = ALONE
+
+    def load(self, rank: int, size: int, meeting: Any, checkpoint: Path | None) -> int:
+        """Become proc `rank` of `size`, from the checkpoint or as the initial policy; returns the step it stands at.
+
+        `meeting` as in `sharding.join`. ValueError for a model or a checkpoint that cannot be used.
+        """
+        settings, config = self.settings, self.settings.config
+        torch.manual_seed(settings.seed)
+        self.replica = (
+            alone(config.device, config.dtype)
+            if size == 1
+            else join(rank, size, meeting, device=config.device, limit_s=config.collective_s)
+        )
+        self.tokenizer = load_tokenizer(settings.model_path)
+        policy_model = self._model(str(checkpoint / "policy") if checkpoint else settings.model_path)
+        reference = self._initial()
+        shard(policy_model, self.replica, config.dtype)
+        self.inline = None
+        if reference is not None and settings.inline:  # whole on every proc, which asks it about its own share
+            self.inline = HintedTeacher(reference.model, reference.model, settings.sdpo.hinted)
+        elif reference is not None:
+            shard(reference, self.replica)
+        self.learner = Learner(
+            policy_model,
+            reference,
+            self._encode,
+            self.tokenizer.eos_token_id,
+            steps=config.steps,
+            optimizer=config.optimizer,
+            policy=settings.policy,
+            sdpo=settings.sdpo,
+            replay=settings.replay,
+            temperature=settings.temperature,
+            max_tokens=config.micro_batch_tokens,
+            spans=self.spans,
+            advantage_scaling=settings.advantage_scaling,
+            total=self.replica.total,
+        )
+        return load_state(checkpoint, self.learner, self.replica) if checkpoint else 0
+
+    def shares(self, batch: TrainBatch) -> list[StepPlan]:
+        """What each proc does of a step, by rank."""
+        plan = self.learner.plan(batch)
+        return [plan.share(rank, self.replica.size) for rank in range(self.replica.size)]
+
+    def step(self, share: StepPlan, hinted: Hinted | None) -> tuple[dict[str, float], str]:
+        """Train this proc's share; the step's metrics, and why teacher rows could not be read here ("": they were)."""
+        if self.inline is not None and share.contexts:
+            # Only now: what it says of the contexts holds as long as it has the weights that it has now.
+            with self.spans("trainer/teacher"):
+                rows = self.inline.align(share.contexts)
+            hinted = Hinted.from_reader(rows.in_order(), rows.row_offsets, version=rows.version)
+        metrics = self.learner.step(share, hinted)
+        if self.inline is not None and self.settings.sdpo.hinted.weights != "initial":
+            with self.spans("trainer/teacher"):
+                weights = {name: whole(p.detach()) for name, p in self.learner.model.named_parameters()}
+                self.inline.follow(share.batch.id + 1, weights)
+        return metrics, hinted.failure if hinted is not None else ""
+
+    def save(self, path: Path, step: int) -> None:
+        """Write this proc's part of the checkpoint of `step` into the folder `path`."""
+        save_state(path, self.learner, self.tokenizer, step, self.replica)
+
+    def source(self) -> dict[str, torch.nn.Parameter]:
+        """What readers get: the parameters that are trained; they have the others."""
+        return {name: p for name, p in self.learner.model.named_parameters() if p.requires_grad}
+
+    @property
+    def computed(self) -> torch.dtype | None:
+        """What is computed in, where that is not what parameters are kept in."""
+        return None if self.settings.config.dtype == "float32" else getattr(torch, self.settings.config.dtype)
+
+    def close(self) -> None:
+        self.replica.close()
+
+    def _model(self, path: str) -> PolicyModel:
+        """The policy in float32, whole. It is sharded from here on to its device, where that is more than one's."""
+        config = self.settings.config
+        device = config.device if self.replica.mesh is None else "cpu"
+        return PolicyModel(
+            load_model(path, "float32", device),
+            packing=config.packing,
+            logits_chunk=config.logits_chunk,
+            checkpointing=config.gradient_checkpointing,
+        )
+
+    def _initial(self) -> PolicyModel | None:
+        """The initial policy, where something is compared with it or it is shown hints."""
+        settings, config = self.settings, self.settings.config
+        if not settings.inline and not needs_reference(settings.policy, settings.replay):
+            return None
+        dtype = settings.sdpo.hinted.dtype if settings.inline else config.dtype
+        device = config.device if self.replica.mesh is None or settings.inline else "cpu"
+        model = load_model(settings.model_path, dtype, device)
+        return PolicyModel(model, packing=config.packing, logits_chunk=config.logits_chunk)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
