@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import services.weights.region
 from services.engines import vllm_package
+from services.weights import plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ def checks() -> Iterator[Check]:
     yield _try("device: cuda", _cuda)
     yield _try("RDMA backend", _rdma)
     yield _try("transport: shared memory", _shared_memory)
+    yield _try("transport: torchstore", _torchstore)
     yield Check("launcher: local", True, "milkweed run")
     yield Check("launcher: slurm", False, "this version of Milkweed launches on this machine only")
 
@@ -75,6 +77,11 @@ def _rdma() -> str:
     if backend == "none":
         raise RuntimeError("Monarch finds none, not even its fallback over TCP")
     return f"{backend} (no RDMA hardware here: bytes go over TCP)" if backend == "tcp" else backend
+
+
+def _torchstore() -> str:
+    plane.torchstore_plane()
+    return f"version {plane.TORCHSTORE}"
 
 
 def _shared_memory() -> str:

@@ -243,7 +243,7 @@ class ShardRef:
     """One rank's part of a published version. Its flat bytes are read and verified in blocks of `block_bytes`."""
 
     specs: list[TensorSpec]
-    region: RegionRef | None  # None: the tensors are in the version's store
+    region: RegionRef | None  # None: the tensors are in the store of the version
     block_bytes: int = 0
     checksums: list[int] = field(default_factory=list)  # one per block
     density: float | None = None  # share of words that differ from the version before; None: not compared
@@ -255,21 +255,13 @@ class ShardRef:
 
 
 @dataclass(slots=True)
-class StoreRef:
-    """A torchstore that holds versions of the weights, and under which prefix it has this one."""
-
-    controller: Any  # an actor mesh of one: services.weights.torchstore_adapter.AsyncController
-    prefix: str = ""
-
-
-@dataclass(slots=True)
 class WeightsRef:
     """A published version of the policy. Readers pull it; its bytes never change under this version number."""
 
     version: int
     shards: list[ShardRef]  # one per rank of the trainer; together they make whole tensors
     lease_id: str = ""  # held while reading: the publisher does not reuse the memory before it is released or expires
-    store: StoreRef | None = None
+    store: Any | None = None  # a torchstore that holds the tensors: the reference of its controller, an actor
 
 
 @dataclass(slots=True)

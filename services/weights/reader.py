@@ -71,9 +71,7 @@ class SnapshotReader:
         for a name that the version does not have; tensors of earlier pulls are then void.
         """
         began, self.last = time.monotonic(), Pulled()
-        missing = set(names or ()) - {spec.name for shard in ref.shards for spec in shard.specs}
-        if missing:
-            raise KeyError(f"version {ref.version} has no {sorted(missing)[:3]}: the trainer does not publish it")
+        check_has(ref, names)
         # The buffers are given back only after success: a late RDMA block may still be written to one that failed.
         held, self._held = self._held, []
         if [shard.nbytes for shard in held] != [_nbytes(shard) for shard in ref.shards]:
@@ -193,6 +191,13 @@ class _Shard:
 
     def _block(self, shard: ShardRef, block: int) -> torch.Tensor:
         return self.flat[block * shard.block_bytes : (block + 1) * shard.block_bytes]
+
+
+def check_has(ref: WeightsRef, names: Collection[str] | None) -> None:
+    """KeyError for names that the version does not have."""
+    missing = set(names or ()) - {spec.name for shard in ref.shards for spec in shard.specs}
+    if missing:
+        raise KeyError(f"version {ref.version} has no {sorted(missing)[:3]}: the trainer does not publish it")
 
 
 async def pull_newest(

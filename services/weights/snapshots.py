@@ -20,9 +20,9 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mesh.messages import ShardRef, StoreRef, WeightsRef
+from mesh.messages import ShardRef, WeightsRef
 from services.weights.config import WeightsConfig
 from services.weights.layout import check_whole
 from services.weights.shards import Writer
@@ -51,7 +51,7 @@ class SnapshotPublisher:
     """
 
     def __init__(
-        self, writers: Sequence[Writer], config: WeightsConfig | None = None, store: StoreRef | None = None
+        self, writers: Sequence[Writer], config: WeightsConfig | None = None, store: Any | None = None
     ) -> None:
         """`writers`: one per rank of the trainer, in order. `store`: where they put the tensors, if not in regions."""
         self.config = config or WeightsConfig()

@@ -15,17 +15,17 @@ LIMIT = 60
 
 @pytest.fixture(scope="module")
 def spawn(host):
-    """Spawns one actor on a proc of its own."""
+    """Spawns an actor on a proc of its own."""
     procs = []
 
-    def one(name, cls):
+    def one(name, cls, *args):
         proc = host.spawn_procs(per_host={"gpus": 1})
         procs.append(proc)
-        return proc.spawn(name, cls)
+        return proc.spawn(name, cls, *args)
 
     yield one
-    for proc in procs:
-        proc.stop().get(timeout=LIMIT)
+    for stopping in [proc.stop() for proc in procs]:
+        stopping.get(timeout=LIMIT)
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +34,28 @@ def reader(spawn):
 
 
 @pytest.fixture(scope="module")
-def owner(spawn):
-    owner = spawn("owner", Owner)
-    yield owner
-    owner.close.call_one().get(timeout=LIMIT)
+def owner(owner_by):
+    return owner_by["rdma"]
+
+
+@pytest.fixture(scope="module")
+def owner_by(host):
+    """By the way that readers go."""
+    proc = host.spawn_procs(per_host={"gpus": 1})
+    owner, store_owner = proc.spawn("owner", Owner), proc.spawn("store_owner", Owner, "torchstore")
+    yield {"shm": owner, "rdma": owner, "torchstore": store_owner}
+    for each in (owner, store_owner):
+        each.close.call_one().get(timeout=LIMIT)
+    proc.stop().get(timeout=LIMIT)
 
 
 def ask(endpoint, *args):
     return endpoint.call_one(*args).get(timeout=LIMIT)
 
 
-@pytest.mark.parametrize("via", ["shm", "rdma"])
-def test_a_published_version_is_pulled_exactly(owner, reader, via):
-    version = {"shm": 11, "rdma": 12}[via]
+@pytest.mark.parametrize("via", ["shm", "rdma", "torchstore"])
+def test_a_published_version_is_pulled_exactly(owner_by, reader, via):
+    owner, version = owner_by[via], {"shm": 11, "rdma": 12, "torchstore": 11}[via]
     ask(owner.publish, version)
     ref = ask(owner.weights, 0)
     assert ref.version == version
@@ -70,33 +79,35 @@ def test_any_part_of_a_region_can_be_read_over_rdma(owner, reader):
 
 
 def test_logits_arrive_in_chunks_and_are_gone_after_release(owner, reader):
-    # A block holds 20 rows of this vocabulary: chunks of 8 come out of reads of whole blocks.
+    # A block holds 20 rows of this vocabulary: chunks of 8 are parts of one or two.
     ref = ask(owner.put_logits, 45, 50_000)
     chunks, right = ask(reader.logits, ref, 8, "rdma")
     assert right
-    assert chunks == [(0, 8), (8, 8), (16, 4), (20, 8), (28, 8), (36, 4), (40, 5)]
+    assert chunks == [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8), (40, 5)]
     assert ask(reader.logits, ref, 30, "shm")[1]
     ask(owner.release_logits, ref.id)
     for via in ("rdma", "shm"):
         assert ask(reader.try_logits, ref, via) == "LogitsGone"
 
 
-def test_an_overwritten_version_is_gone_over_rdma_too(owner, reader):
-    base = 100
+@pytest.mark.parametrize("via", ["rdma", "torchstore"])
+def test_an_overwritten_version_is_gone_on_every_transport(owner_by, reader, via):
+    owner, base = owner_by[via], 100
     ask(owner.publish, base)
     ref = ask(owner.weights, 0)
-    ask(owner.release_weights, ref.lease_id)
     ask(owner.publish, base + 1)
+    assert ask(reader.pull, ref, via) == (via, True)  # leased, and so still there
+    ask(owner.release_weights, ref.lease_id)
     ask(owner.publish, base + 2)
-    kind, text, _ = ask(reader.try_pull, ref, "rdma", 5.0)
+    kind, text, _ = ask(reader.try_pull, ref, via, 5.0)
     assert kind == "VersionGone"
     assert "version 100" in text
 
 
-@pytest.mark.parametrize("via", ["shm", "rdma"])
-def test_readers_beside_a_publishing_trainer_get_whole_versions_or_none(owner, reader, via):
+@pytest.mark.parametrize("via", ["shm", "rdma", "torchstore"])
+def test_readers_beside_a_publishing_trainer_get_whole_versions_or_none(owner_by, reader, via):
     # Leases are given back before the pull, so that the trainer may overwrite what is being read.
-    first = {"shm": 1000, "rdma": 2000}[via]
+    owner, first = owner_by[via], {"shm": 1000, "rdma": 2000, "torchstore": 1000}[via]
     stop = threading.Event()
 
     def train():
@@ -142,22 +153,23 @@ def test_a_reader_that_is_stopped_in_the_middle_gets_its_version_or_an_error(spa
     ask(trainer.close)
 
 
-def test_an_owner_killed_during_a_read_is_an_error_within_seconds(spawn, reader, files_left):
-    victim = spawn("victim", Owner)
+@pytest.mark.parametrize("via", ["rdma", "torchstore"])
+def test_an_owner_killed_during_a_read_is_an_error_within_seconds(spawn, reader, files_left, via):
+    victim = spawn(f"victim_{via}", Owner, via)
     ask(victim.publish, 1, 4 << 20)
     ref = ask(victim.weights, 0)
     pid = ask(victim.pid)
     os.kill(pid, signal.SIGSTOP)  # the read begins and cannot end
-    reading = reader.try_pull.call_one(ref, "rdma", 3.0)
+    reading = reader.try_pull.call_one(ref, via, 3.0)
     time.sleep(0.3)
     os.kill(pid, signal.SIGKILL)
     kind, text, seconds = reading.get(timeout=LIMIT)
     assert kind == "RegionError"
-    assert "RDMA read from" in text
+    assert {"rdma": "RDMA read from", "torchstore": "the controller of the store"}[via] in text
     assert seconds < 10
     sweep_dead_regions()
     assert not files_left(pid)
-    assert ask(reader.try_pull, ref, "auto", 1.0)[0] == "RegionError"
+    assert ask(reader.try_pull, ref, {"rdma": "auto"}.get(via, via), 1.0)[0] == "RegionError"
 
 
 def test_a_closed_owner_leaves_no_file(spawn, files_left):
@@ -168,3 +180,27 @@ def test_a_closed_owner_leaves_no_file(spawn, files_left):
     assert len(files_left(pid)) == 3
     ask(closing.close)
     assert not files_left(pid)
+
+
+@pytest.fixture(scope="module")
+def two_procs(host):
+    procs = host.spawn_procs(per_host={"gpus": 2})
+    yield procs
+    procs.stop().get(timeout=LIMIT)
+
+
+@pytest.mark.parametrize("way", ["rdma", "torchstore"])
+def test_ranks_publish_their_rows_and_readers_get_whole_tensors(two_procs, reader, way):
+    ranks = two_procs.spawn(f"ranks_{way}", Owner, way)
+    leader = ranks.slice(gpus=0)
+    ask(leader.lead, ranks, 2)
+    for version in (1, 2, 3):
+        ranks.train.call(version).get(timeout=LIMIT)
+        ask(leader.publish_replica, version)
+        ref = ask(leader.weights, version - 1)
+        assert (ref.version, len(ref.shards)) == (version, 2)
+        assert ask(reader.pull_rows, ref, way) == []
+        if way == "torchstore" and version == 3:  # another layout: columns over three ranks
+            assert [ask(reader.pull_columns, ref, rank, 3) for rank in range(3)] == [[], [], []]
+        ask(leader.release_weights, ref.lease_id)
+    ask(leader.close)

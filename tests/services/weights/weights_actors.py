@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
+from torch.distributed import destroy_process_group, init_process_group, is_initialized
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mesh.messages import LogitsRef, RegionRef, WeightsRef
+from mesh.messages import LogitsRef, RegionRef, ShardRef, WeightsRef
 from services.weights.config import WeightsConfig
 from services.weights.logits import LogitsConfig, LogitsStore, read_logits
-from services.weights.reader import SnapshotReader, VersionGone
+from services.weights.plane import new_reader, open_writer
+from services.weights.reader import Reader as WeightsReader
+from services.weights.reader import VersionGone
 from services.weights.region import Region, read_region
-from services.weights.shards import ShardWriter
+from services.weights.shards import Writer
 from services.weights.snapshots import SnapshotPublisher
+from services.weights.torchstore_plane import StoreReader
 
 
 def tensors_of(version: int, numel: int = 1 << 18) -> dict[str, torch.Tensor]:
@@ -26,10 +33,34 @@ def tensors_of(version: int, numel: int = 1 << 18) -> dict[str, torch.Tensor]:
     return {"weight": weight, "half": weight[:8].to(torch.bfloat16), "step": torch.tensor(version)}
 
 
+def settings(way: str, **others: Any) -> WeightsConfig:
+    """`way` is "shm", "rdma", or "torchstore"."""
+    if way == "torchstore":
+        return WeightsConfig(transport="torchstore", **others)
+    return WeightsConfig(via=way, **others)
+
+
+def rows_of(version: int) -> dict[str, torch.Tensor]:
+    """Tensors whose rows do not divide evenly, some with fewer rows than there are ranks."""
+    generator = torch.Generator().manual_seed(version)
+    shapes = {"even": (6, 40), "uneven": (7, 5), "one": (1, 3), "vector": (5,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def splits(tensor: torch.Tensor, ranks: int) -> list[int]:
+    """Where the columns of a tensor are cut for so many ranks."""
+    chunk = -(-tensor.shape[1] // ranks)
+    return [min(rank * chunk, tensor.shape[1]) for rank in range(1, ranks)]
+
+
 class Owner(Actor):
-    def __init__(self) -> None:
+    """A trainer; on a mesh of several procs each holds some rows of every tensor, and the first one leads."""
+
+    def __init__(self, way: str = "auto") -> None:
+        self.way = way
         self.publisher: SnapshotPublisher | None = None
-        self.named: dict[str, torch.Tensor] = {}
+        self.named: dict[str, Any] = {}
+        self.writer: Writer | None = None
         self.store = LogitsStore(LogitsConfig(ttl_s=60.0))
         self.region: Region | None = None
 
@@ -41,9 +72,60 @@ class Owner(Actor):
     async def publish(self, version: int, numel: int = 1 << 18, max_lease_s: float = 10.0) -> None:
         self.named = tensors_of(version, numel)
         if self.publisher is None:
-            config = WeightsConfig(max_lease_s=max_lease_s)
-            self.publisher = SnapshotPublisher([ShardWriter(lambda: self.named, config)], config)
+            config = settings(self.way, max_lease_s=max_lease_s)
+            writer, store = await open_writer(lambda: self.named, config)
+            self.publisher = SnapshotPublisher([writer], config, store)
         await self.publisher.publish(version)
+
+    @concurrent_endpoint
+    async def lead(self, peers: Any, ranks: int) -> None:
+        """Rank 0: make a publisher for all ranks. `peers`: the mesh of this actor."""
+        self.join_replica(0, ranks)
+        config = settings(self.way)
+        self.writer, store = await open_writer(lambda: self.named, config)
+        others = [Peer(peers.slice(gpus=rank)) for rank in range(1, ranks)]
+        for rank, peer in enumerate(others, start=1):
+            await peer.actor.join.call_one(rank, ranks, store)
+        self.publisher = SnapshotPublisher([self.writer, *others], config, store)
+
+    @concurrent_endpoint
+    async def join(self, rank: int, ranks: int, store: Any) -> None:
+        self.join_replica(rank, ranks)
+        self.writer, _ = await open_writer(lambda: self.named, settings(self.way), rank=rank, store=store)
+
+    def join_replica(self, rank: int, ranks: int) -> None:
+        """Zeros as FSDP2 lays them out: some ranks have a row less, or none at all."""
+        if not is_initialized():
+            init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        mesh = init_device_mesh("cpu", (ranks,))
+        self.named = {
+            name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None) for name, tensor in rows_of(0).items()
+        }
+
+    @concurrent_endpoint
+    async def train(self, version: int) -> None:
+        """This rank's rows of the version's tensors."""
+        for name, whole in rows_of(version).items():
+            sharded = self.named[name]
+            new = distribute_tensor(whole, sharded.device_mesh, [Shard(0)], src_data_rank=None)
+            sharded.to_local().copy_(new.to_local())
+
+    @concurrent_endpoint
+    async def publish_replica(self, version: int) -> None:
+        assert self.publisher is not None
+        await self.publisher.publish(version)
+
+    @concurrent_endpoint
+    async def copy(self, slot: int, version: int) -> None:
+        await self.writer.copy(slot, version)
+
+    @concurrent_endpoint
+    async def seal(self, slot: int, base: int | None) -> ShardRef:
+        return await self.writer.seal(slot, base)
+
+    @concurrent_endpoint
+    async def close_writer(self) -> None:
+        await self.writer.close()
 
     @concurrent_endpoint
     async def weights(self, newer_than: int) -> WeightsRef | None:
@@ -79,9 +161,25 @@ class Owner(Actor):
             await self.region.close()
 
 
+class Peer:
+    """Rank 0's way to another rank's writer: a `services.weights.shards.Writer` made of endpoint calls."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    async def copy(self, slot: int, version: int) -> None:
+        await self.actor.copy.call_one(slot, version)
+
+    async def seal(self, slot: int, base: int | None) -> ShardRef:
+        return await self.actor.seal.call_one(slot, base)
+
+    async def close(self) -> None:
+        await self.actor.close_writer.call_one()
+
+
 class Reader(Actor):
     def __init__(self) -> None:
-        self.readers: dict[str, SnapshotReader] = {}
+        self.readers: dict[str, WeightsReader] = {}
 
     @concurrent_endpoint
     async def pid(self) -> int:
@@ -93,7 +191,7 @@ class Reader(Actor):
         return await self._pull(ref, via)
 
     async def _pull(self, ref: WeightsRef, via: Any) -> tuple[str, bool]:
-        reader = self.readers.setdefault(via, SnapshotReader(WeightsConfig(via=via)))
+        reader = self.readers.setdefault(via, new_reader(settings(via)))
         found = await reader.pull(ref)
         expected = tensors_of(ref.version, found["weight"].numel())
         same = found.keys() == expected.keys() and all(
@@ -114,10 +212,37 @@ class Reader(Actor):
         """The error's type and text ("" when there was none) and the seconds until it came."""
         start = time.monotonic()
         try:
-            await SnapshotReader(WeightsConfig(via=via, block_timeout_s=block_timeout_s)).pull(ref)
+            await new_reader(settings(via, block_timeout_s=block_timeout_s)).pull(ref)
         except RuntimeError as error:
             return type(error).__name__, str(error), time.monotonic() - start
         return "", "", time.monotonic() - start
+
+    @concurrent_endpoint
+    async def pull_rows(self, ref: WeightsRef, way: str) -> list[str]:
+        """Pulls whole tensors and one of them alone; the names of those that are not exactly the version's."""
+        expected = rows_of(ref.version)
+        reader = self.readers.setdefault(way, new_reader(settings(way)))
+        whole = await reader.pull(ref)
+        wrong = [name for name, tensor in expected.items() if not torch.equal(whole[name], tensor)]
+        part = await reader.pull(ref, names={"uneven"})
+        return wrong + [name for name in part if name != "uneven" or not torch.equal(part[name], expected[name])]
+
+    @concurrent_endpoint
+    async def pull_columns(self, ref: WeightsRef, rank: int, ranks: int) -> list[str]:
+        """As one rank of `ranks` that share the columns; the names of tensors whose part is not exactly right."""
+        init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        try:
+            mesh = init_device_mesh("cpu", (ranks,))
+            matrices = {name: tensor for name, tensor in rows_of(ref.version).items() if tensor.dim() == 2}
+            into = {
+                name: distribute_tensor(torch.zeros_like(tensor), mesh, [Shard(1)], src_data_rank=None)
+                for name, tensor in matrices.items()
+            }
+            found = await StoreReader(settings("torchstore")).pull(ref, names=set(into), into=into)
+            columns = {name: torch.tensor_split(tensor, splits(tensor, ranks), 1) for name, tensor in matrices.items()}
+            return [name for name in into if not torch.equal(found[name].to_local(), columns[name][rank])]
+        finally:
+            destroy_process_group()
 
     @concurrent_endpoint
     async def read_parts(self, ref: RegionRef, via: Any, parts: list[tuple[int, int]]) -> list[bool]:
