@@ -145,7 +145,7 @@ def test_what_two_procs_wrote_one_and_three_continue_identically(tmp_path, setti
     assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
     written = torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
     close = {"atol": 1e-6, "rtol": 0} if settings.get("dtype") != "bfloat16" else {"atol": 2e-3, "rtol": 0}
-    for size in (1, 2, 3):
+    for size in (1, 3):
         for step_n, loaded, weights_then in on_procs(size, second_course, tmp_path, settings):
             assert step_n == 3
             assert torch.equal(loaded, written)
