@@ -171,7 +171,7 @@ class TrainerPart:
 
     def shares(self, batch: TrainBatch) -> list[StepPlan]:
         """What each proc does of a step, by rank."""
-        plan = self.learner.plan(batch)
+        plan = self.learner.plan(batch, self.replica.size)
         return [plan.share(rank, self.replica.size) for rank in range(self.replica.size)]
 
     def step(self, share: StepPlan, hinted: Hinted | None) -> tuple[dict[str, float], str]:

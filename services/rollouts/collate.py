@@ -61,6 +61,34 @@ def micro_batches(lengths: Sequence[int], max_tokens: int, *, padded: bool = Fal
     return groups
 
 
+def even_micro_batches(lengths: Sequence[int], max_tokens: int, procs: int, *, padded: bool = False) -> list[list[int]]:
+    """As `micro_batches`, for `procs` procs that take turns in order and wait for each other after each round.
+
+    So that all have as much to do, the groups are of similar size, and a multiple of `procs` in number wherever there
+    are enough sequences.
+    """
+    fewest = micro_batches(lengths, max_tokens, padded=padded)
+    if procs == 1:
+        return fewest
+    for count in range(-(-len(fewest) // procs) * procs, len(lengths), procs):
+        groups = _spread(lengths, count)
+        sizes = [len(g) * max(lengths[i] for i in g) if padded else sum(lengths[i] for i in g) for g in groups]
+        if all(size <= max_tokens or len(group) == 1 for group, size in zip(groups, sizes, strict=True)):
+            return groups
+    return _spread(lengths, len(lengths))
+
+
+def _spread(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """All indices in `count` groups, each index, the longest first, in the group with the fewest tokens so far."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        least = min(range(count), key=tokens.__getitem__)
+        groups[least].append(index)
+        tokens[least] += lengths[index]
+    return groups
+
+
 def empty_sample() -> TrainSample:
     """Two tokens of which none is in a loss: for a forward pass that has to be made although there is nothing to do."""
     nothing = np.zeros(2, dtype=np.int64)

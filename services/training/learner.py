@@ -173,12 +173,17 @@ class Learner:
         """The Hugging Face model being trained (`PreTrainedModel`, or its adapter's wrapper)."""
         return self.policy_model.model
 
-    def plan(self, batch: TrainBatch) -> StepPlan:
-        """Lay out the step: which samples run together, which failing turns are distilled, which pairs are compared."""
+    def plan(self, batch: TrainBatch, procs: int = 1) -> StepPlan:
+        """Lay out the step: which samples run together, which failing turns are distilled, which pairs are compared.
+
+        `procs`: between how many `share` will deal it out.
+        """
         pairs = pair_samples(batch.pairs, self.encode, self.eos_id) if self.replay.beta else ([], [])
         max_sites = self.sdpo.max_sites if self.sdpo.alpha else 0
         padded = not self.policy_model.packing
-        return plan_step(batch, max_tokens=self.max_tokens, max_sites=max_sites, pairs=pairs, padded=padded)
+        return plan_step(
+            batch, max_tokens=self.max_tokens, max_sites=max_sites, pairs=pairs, padded=padded, procs=procs
+        )
 
     # ---- the step ------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 
 from mesh.messages import HintedContext, TrainBatch
 from services.losses.topk import TopKRows
-from services.rollouts.collate import empty_sample, micro_batches
+from services.rollouts.collate import empty_sample, even_micro_batches
 from services.rollouts.samples import TrainSample, flatten, hinted_contexts
 
 T = TypeVar("T")
@@ -131,11 +131,12 @@ def plan_step(
     max_sites: int,
     pairs: tuple[list[TrainSample], list[TrainSample]] = ([], []),
     padded: bool = False,
+    procs: int = 1,
 ) -> StepPlan:
     """Samples in micro-batches of at most `max_tokens` tokens, each with its failing turns that have a hint.
 
     Of more than `max_sites` failing turns, evenly spread ones are kept; 0 leaves the distillation out. `pairs` are the
-    chosen and rejected samples. `padded`: padding counts as tokens.
+    chosen and rejected samples. `padded`: padding counts as tokens. `procs`: between how many it can be shared evenly.
     """
     samples = flatten(batch.groups)
     index_of = {(s.rollout_id, s.sequence): i for i, s in enumerate(samples)}
@@ -148,19 +149,21 @@ def plan_step(
     ]
     kept = evenly(sites, max_sites)
     micro = []
-    for indices in micro_batches([s.length for s in samples], max_tokens, padded=padded):
+    for indices in even_micro_batches([s.length for s in samples], max_tokens, procs, padded=padded):
         row_of = {index: row for row, index in enumerate(indices)}
         here = [Site(row_of[i], position, context) for i, position, context in kept if i in row_of]
         micro.append(MicroBatch([samples[i] for i in indices], here, distills=bool(here)))
-    return StepPlan(batch, micro, _pair_batches(*pairs, max_tokens, padded), len(pairs[0]), len(sites) - len(kept))
+    return StepPlan(
+        batch, micro, _pair_batches(*pairs, max_tokens, padded, procs), len(pairs[0]), len(sites) - len(kept)
+    )
 
 
 def _pair_batches(
-    chosen: list[TrainSample], rejected: list[TrainSample], max_tokens: int, padded: bool
+    chosen: list[TrainSample], rejected: list[TrainSample], max_tokens: int, padded: bool, procs: int
 ) -> list[PairBatch]:
     both = zip(chosen, rejected, strict=True)
     lengths = [2 * max(c.length, r.length) if padded else c.length + r.length for c, r in both]
-    batches = micro_batches(lengths, max_tokens, padded=padded)
+    batches = even_micro_batches(lengths, max_tokens, procs, padded=padded)
     return [PairBatch([chosen[i] for i in indices], [rejected[i] for i in indices]) for indices in batches]
 
 

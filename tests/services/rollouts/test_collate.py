@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollout_builders import rollout
 
 from mesh.messages import ErrorSite, Group, Lease, Rollout, Task, Turn, VersionSpan
-from services.rollouts.collate import alignment, collate, micro_batches, student_rows
+from services.rollouts.collate import alignment, collate, even_micro_batches, micro_batches, student_rows
 from services.rollouts.samples import SequenceRecorder, flatten, hinted_contexts
 from services.rollouts.validation import malformed
 
@@ -49,6 +49,23 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths, budge
             inside = [lengths[index] for index in group]
             assert (len(group) * max(inside) if padded else sum(inside)) <= budget or len(group) == 1
     assert len(micro_batches(lengths, budget)) <= len(micro_batches(lengths, budget, padded=True))
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100), st.integers(2, 4))
+def test_for_several_procs_there_are_as_many_micro_batches_for_each_as_sequences_allow(lengths, budget, procs):
+    for padded in (False, True):
+        groups = even_micro_batches(lengths, budget, procs, padded=padded)
+        assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+        assert len(groups) % procs == 0 or len(groups) == len(lengths)
+        for group in groups:
+            inside = [lengths[index] for index in group]
+            assert (len(group) * max(inside) if padded else sum(inside)) <= budget or len(group) == 1
+
+
+def test_micro_batches_for_several_procs_are_of_similar_size():
+    groups = even_micro_batches([30, 30, 20, 20, 10, 10], 1000, 2)
+    assert [sum([30, 30, 20, 20, 10, 10][index] for index in group) for group in groups] == [60, 60]
+    assert even_micro_batches([30, 30, 20, 20, 10, 10], 1000, 1) == [[0, 1, 2, 3, 4, 5]]
 
 
 def test_a_budget_below_one_token_is_refused():

@@ -49,12 +49,13 @@ def sharded_learner(
     )  # fmt: skip
 
 
-def train(learner: Learner, replica: Replica, steps: range) -> list[dict[str, float]]:
-    """Steps on batches that all procs know, each on its share; their metrics."""
+def train(learner: Learner, replica: Replica, steps: range, *, even: bool = True) -> list[dict[str, float]]:
+    """Steps on batches that all procs know, each on its share; their metrics. `even`: planned for so many procs."""
     behaviour, teacher = tiny_model(), whole_turn_teacher(tiny_model(seed=1))
     metrics = []
     for number in steps:
-        share = learner.plan(batch(behaviour, seed=number, step=number)).share(replica.rank, replica.size)
+        plan = learner.plan(batch(behaviour, seed=number, step=number), replica.size if even else 1)
+        share = plan.share(replica.rank, replica.size)
         metrics.append(learner.step(share, answer(teacher, share, version=7, accuracy=0.9) if share.contexts else None))
     return metrics
 
@@ -63,6 +64,8 @@ def whole_weights(learner: Learner) -> torch.Tensor:
     return torch.cat([whole(parameter.detach()).flatten() for parameter in learner.model.parameters()])
 
 
-def trained(replica: Replica, steps: int, settings: dict[str, Any]) -> tuple[list[dict[str, float]], torch.Tensor]:
+def trained(
+    replica: Replica, steps: int, settings: dict[str, Any], even: bool = True
+) -> tuple[list[dict[str, float]], torch.Tensor]:
     learner = sharded_learner(replica, **settings)
-    return train(learner, replica, range(steps)), whole_weights(learner)
+    return train(learner, replica, range(steps), even=even), whole_weights(learner)
