@@ -142,6 +142,35 @@ def test_a_killed_trainer_goes_on_from_its_last_checkpoint(tmp_path):
     assert nothing_left(run.path)
 
 
+def test_a_trainer_of_two_procs_that_loses_one_is_placed_again_as_a_whole(tmp_path):
+    chosen = ["trainer.procs=2", "trainer.dtype=bfloat16", "trainer.steps=9", "trainer.checkpoint_every=2"]
+    with LiveRun(tmp_path, "halved", *chosen) as run:
+        before = trainer_pids(run.wait_step(3))
+        assert listening_beyond_this_host(run.path) == []
+        os.kill(before[1], signal.SIGKILL)
+        after = trainer_pids(run.wait_for(lambda status: placed_again(status, before), "a trainer in two new procs"))
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in before)
+        code, output = run.end()
+    assert code == 0, output
+    assert len(before) == len(after) == 2
+    rows, found = metrics(run.path), accounts(run.path)
+    assert [row["step"] for row in rows] == list(range(9))
+    assert rows[-1]["supervision/deaths"] == 1
+    assert found["trained"] == 18
+    assert found["issued"] == found["trained"] + sum(found["dropped"].values())
+    assert nothing_left(run.path)
+
+
+def trainer_pids(status):
+    """Of the trainer's procs, by rank."""
+    trainer = status["members"]["trainer-0"]
+    return [trainer["pid"], *[peer["pid"] for peer in trainer["peers"]]]
+
+
+def placed_again(status, before):
+    return "trainer-0" in status["members"] and not set(trainer_pids(status)) & set(before)
+
+
 def test_a_live_run_shows_its_status_and_stops_on_request_and_resumes(tmp_path):
     with LiveRun(tmp_path, "stopped", "trainer.steps=500") as run:
         run.wait_step(2)
