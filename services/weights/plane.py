@@ -33,7 +33,7 @@ async def open_writer(
         return ShardWriter(source, config, rank=rank, dtype=dtype), None
     plane = torchstore_plane()
     if store is None:
-        store = await plane.open_store()
+        store = plane.spawn_store()
     return plane.StoreWriter(source, config, store, rank=rank, dtype=dtype), store
 
 

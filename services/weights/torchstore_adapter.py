@@ -4,9 +4,9 @@ The package was written for an earlier Monarch. What has to be different is here
 import by name, so that nothing has to be patched in it:
 
 - its controller mixes endpoints that are coroutines with some that are not, which Monarch refuses: all are coroutines;
-- its own set-up keeps one controller per name in the driver's process, for ever: here the controller and one storage
-  volume per rank live in the trainer's procs, are reached by reference, and are gone when these are;
-- which volume a process writes to is its rank, given to the client, and no environment variable;
+- its own set-up keeps a controller per name in the driver's process, for ever, and wants all volumes in one mesh: here
+  the controller and a volume per rank live in the trainer's procs, are reached by reference, and go when these do;
+- which volume a process writes to is its rank, and no environment variable;
 - importing it turns the root logger to INFO: that is undone by telling it that a limit which it wants is set already;
 - over RDMA hardware it cannot read a part of a stored tensor: it is told to use messages.
 """
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from monarch._src.actor.endpoint import EndpointProperty
-from monarch.actor import context, current_rank, endpoint, this_proc
+from monarch.actor import endpoint, this_proc
 
 from services.weights.layout import Box
 from services.weights.region import RegionError, in_monarch
@@ -56,8 +56,38 @@ def _as_coroutine(method: Callable[..., T]) -> Callable[..., Awaitable[T]]:
     return call
 
 
+class Volume(StorageVolume):
+    """The memory of one rank. A class of this module, so that a process which gets one imports the rest of it too."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(lambda: str(rank))
+
+
+class Ranks(TorchStoreStrategy):
+    """A volume per rank. Who writes is told its rank, and writes to its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volumes: dict[str, Any] = {}
+        self.rank: int | None = None
+
+    def select_storage_volume(self) -> tuple[Any, str]:
+        return self.volumes[str(self.rank)], str(self.rank)
+
+    def get_storage_volume(self, volume_id: str) -> Any:
+        return self.volumes[volume_id]
+
+
 class AsyncController(Controller):
-    """Knows which volume has which part of which tensor."""
+    """Knows which volume has which part of which tensor, and the volumes of the ranks that took part so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strategy, self.is_initialized = Ranks(), True
+
+    @endpoint
+    async def add_volume(self, rank: int, volume: Any) -> None:
+        self.strategy.volumes[str(rank)] = volume
 
 
 for _name, _endpoint in vars(Controller).items():
@@ -65,41 +95,14 @@ for _name, _endpoint in vars(Controller).items():
         setattr(AsyncController, _name, endpoint(_as_coroutine(_endpoint._method)))
 
 
-class Volume(StorageVolume):
-    """The memory of one rank. A class of this module, so that a process which gets one imports the rest of it too."""
+def spawn_store() -> Any:
+    """A new, empty store in the calling actor's proc; its controller, which others need to `connect`.
 
-
-class RankStrategy(TorchStoreStrategy):
-    """A volume per rank; a client that is given its rank writes to that one."""
-
-    rank: int | None = None
-
-    @classmethod
-    def get_volume_id(cls) -> str:
-        return str(current_rank().rank)
-
-    def get_client_id(self) -> str:
-        return str(self.rank)
-
-
-async def spawn_store(limit_s: float = 60.0) -> Any:
-    """A new, empty store on the proc mesh of the calling actor; its controller, which others need to `connect`.
-
-    RegionError outside of an actor, and when it does not come up within `limit_s`.
+    RegionError outside of an actor.
     """
     if not in_monarch():
         raise RegionError("a store lives in the procs of a trainer's actor: call this in one of its endpoints")
-
-    async def spawn() -> Any:
-        procs = context().actor_instance.proc_mesh
-        volumes = procs.spawn("torchstore_volumes", Volume, id_func=RankStrategy.get_volume_id)
-        # One after the other: two actors that import the package at once in one process meet half of it.
-        await volumes.initialized
-        controller = this_proc().spawn("torchstore_controller", AsyncController)
-        await controller.init.call_one(RankStrategy(), len(procs), volumes)
-        return controller
-
-    return await _bounded(spawn(), limit_s, "the start of a store")
+    return this_proc().spawn("torchstore_controller", AsyncController)
 
 
 class StoreClient:
@@ -110,9 +113,13 @@ class StoreClient:
 
     @classmethod
     async def connect(cls, controller: Any, rank: int | None = None, limit_s: float = 60.0) -> StoreClient:
-        """`rank`: whose volume is written to; None for those who only read."""
-        asked = controller.get_controller_strategy.call_one()
-        strategy = await _bounded(asked, limit_s, "the controller of the store")
+        """As reader; or, once, as the writer of this `rank`, whose volume is then made in the calling actor's proc."""
+        what = "the controller of the store"
+        if rank is not None:
+            volume = this_proc().spawn("torchstore_volume", Volume, rank)
+            await _bounded(volume.initialized, limit_s, "the volume of this rank")
+            await _bounded(controller.add_volume.call_one(rank, volume), limit_s, what)
+        strategy = await _bounded(controller.get_controller_strategy.call_one(), limit_s, what)
         strategy.rank = rank
         return cls(LocalClient(controller, strategy))
 

@@ -29,15 +29,12 @@ from services.weights.region import RegionError
 from services.weights.shards import published_dtype
 from services.weights.torchstore_adapter import KeyGone, StoreClient, spawn_store
 
+__all__ = ["StoreReader", "StoreWriter", "spawn_store"]
+
 _IN_FLIGHT = 8  # calls at a time: most of one is waiting
 _SLOWEST = 20e6  # bytes per second that a store on a slow, shared machine still moves
 A = TypeVar("A")
 R = TypeVar("R")
-
-
-async def open_store() -> Any:
-    """A store of this trainer's own, in its procs; whoever has the result (an actor reference) can reach it."""
-    return await spawn_store()
 
 
 class StoreWriter:
@@ -52,7 +49,7 @@ class StoreWriter:
         rank: int = 0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `ShardWriter`; `store` is what `open_store` gave rank 0."""
+        """As `ShardWriter`; `store` is what `spawn_store` gave rank 0: a reference that reaches it from any process."""
         self.config = config
         self._source, self._rank, self._store = source, rank, store
         self._dtype = published_dtype(config, dtype)

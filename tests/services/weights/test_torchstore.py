@@ -152,7 +152,7 @@ def test_both_sides_must_name_the_same_transport(store):
 
 def test_without_the_package_or_an_actor_it_is_refused_with_what_to_do(monkeypatch):
     with pytest.raises(RegionError, match="trainer's actor"):
-        asyncio.run(torchstore_plane.open_store())
+        torchstore_plane.spawn_store()
     monkeypatch.setattr(plane, "version", lambda package: "0.2.0")
     with pytest.raises(RuntimeError, match=r"installed: 0.2.0.*pip install --no-deps torchstore==0.1.2"):
         plane.new_reader(CONFIG)
