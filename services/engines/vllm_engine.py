@@ -100,7 +100,8 @@ class VLLMEngine:
         self._weights_missing = ""  # why there are no usable weights
         self._rng = random.Random(config.seed)
         self._running: dict[str, _Row] = {}
-        with _kept("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
+        # The engine core runs in this process: its worker processes would outlive a killed actor.
+        with _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", LD_PRELOAD=None, LOCAL_WORLD_SIZE=None):
             self._vllm = LLMEngine.from_engine_args(_engine_args(model_path, model.config, config))
         # It warns of each layer that a reload gives nothing to, at every update; here `vllm_worker.load` checks that.
         # After the engine was made: making one sets all levels anew.
@@ -267,16 +268,23 @@ class VLLMEngine:
 
 
 @contextmanager
-def _kept(*names: str) -> Iterator[None]:
-    """Leave these variables of the environment as they were: what vLLM sets for its processes is not for ours."""
-    before = {name: os.environ.get(name) for name in names}
+def _environment(**variables: str | None) -> Iterator[None]:
+    """Set these variables, unless None, and leave all as they were: other processes are started with what stays.
+
+    vLLM changes some for processes of its own, which are not started here.
+    """
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in before:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 def _layer(name: str) -> str:

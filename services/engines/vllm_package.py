@@ -16,11 +16,7 @@ from services.engines.engine import EngineError
 # transformers, which tries them, then fails with them. vLLM does without.
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 
-ENVIRONMENT = {
-    # The engine core runs in this process, stepped by one thread: its worker processes would outlive a killed actor.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING"}  # to the proc's log; yours if you set it
 
 
