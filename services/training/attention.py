@@ -75,7 +75,11 @@ def packed_attention(
         )  # fmt: skip
         assert isinstance(attended, Tensor)  # and not a pair, which is for those who ask for more
         return attended[None], None
-    parts = [_one_run(query, key, value, run, scaling, sliding_window) for run in sequences.runs()]
+    runs = sequences.runs()
+    # Split, not sliced one by one: each slice's backward would fill a tensor as large as the whole row with zeros.
+    sizes = [count * length for count, length in runs]
+    split = (tensor[0].split(sizes, dim=1) for tensor in (query, key, value))
+    parts = [_one_run(q, k, v, run, scaling, sliding_window) for q, k, v, run in zip(*split, runs, strict=True)]
     return torch.cat(parts)[None], None
 
 
@@ -85,23 +89,18 @@ def _varlen_serves(query: Tensor, value: Tensor) -> bool:
 
 
 def _one_run(
-    query: Tensor, key: Tensor, value: Tensor, run: tuple[int, int, int], scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, run: tuple[int, int], scaling: float | None, window: int | None
 ) -> Tensor:
-    """`count` neighbours of equal `length` -> (count * length, heads, D)."""
-    start, count, length = run
-
-    def batch(tensor: Tensor) -> Tensor:
-        """(1, heads, T, D) -> (count, heads, length, D), a view."""
-        return tensor[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-
+    """Attention of a run of sequences of equal length: (heads, count * length, D) -> (count * length, heads, D)."""
+    count, length = run
+    q, k, v = (tensor.unflatten(1, (count, length)).transpose(0, 1) for tensor in (query, key, value))
     mask = None
     if window is not None and window < length:
         behind = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
         mask = (behind >= 0) & (behind < window)
     attended = scaled_dot_product_attention(
-        batch(query), batch(key), batch(value), attn_mask=mask, is_causal=mask is None, scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=len(query) != len(key)
+    )
     return attended.transpose(1, 2).flatten(0, 1)
 
 

@@ -38,14 +38,9 @@ class Boundaries:
     def longest(self) -> int:
         return max(self.lengths)
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """`(start, count, length)` of each run of neighbours of equal length: one attention call serves a run."""
-        found, start = [], 0
-        for length, run in groupby(self.lengths):
-            count = len(list(run))
-            found.append((start, count, length))
-            start += count * length
-        return found
+    def runs(self) -> list[tuple[int, int]]:
+        """`(count, length)` of each run of neighbours of equal length: one attention call serves a run."""
+        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
 
 @dataclass(slots=True)
