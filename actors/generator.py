@@ -30,6 +30,7 @@ from services.environments.config import EnvironmentConfig
 from services.environments.hints import load_hint_modules
 from services.models import generation_stop_ids, load_tokenizer
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
+from services.tuning import Merger, TuneConfig
 from services.weights.config import WeightsConfig
 from services.weights.reader import Pulled, VersionGone
 from services.weights.region import RegionError
@@ -43,8 +44,25 @@ class GeneratorConfig(BaseModel):
     count: int = Field(2, ge=1, description="Generator actors, each with an engine of its own.")
     episodes: int = Field(32, ge=1, description="Episodes at once per generator.")
     threads: int = Field(1, ge=1, description="CPU threads per generator.")
+    devices: tuple[str, ...] = Field(
+        (),
+        description="The GPU of each generator, as CUDA_VISIBLE_DEVICES names it (two may share one); empty: every "
+        "generator sees all of them.",
+    )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine that generates.")
     episode: EpisodeConfig = Field(default_factory=EpisodeConfig, description="Limits and form of an episode.")
+
+    @model_validator(mode="after")
+    def _a_device_for_each(self) -> GeneratorConfig:
+        if self.devices and self.engine.device == "cpu":
+            raise ValueError(
+                'devices names GPUs and engine.device is "cpu": set engine.device = "cuda", or leave it out'
+            )
+        if self.devices and len(self.devices) != self.count:
+            raise ValueError(
+                f"devices has {len(self.devices)} entries for count = {self.count}: name one per generator"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_temperature_of_the_engine_s(self) -> GeneratorConfig:
@@ -70,13 +88,14 @@ class GeneratorActor(MeshActor):
         weights: WeightsConfig,
         seed: int,
         score_limit_s: float = 60.0,
+        tune: TuneConfig | None = None,
     ) -> None:
-        """`seed`: the run's. `score_limit_s`: longest wait for a rewarder, its queue included."""
+        """`seed` and `tune` are the run's. `score_limit_s`: longest wait for a rewarder, its queue included."""
         super().__init__(name, roles=("rollout_buffer", "rewarder", "trainer"))
         self.config, self.model_path = config, model_path
         self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
         self.seed = config.engine.seed if config.engine.seed is not None else seed
-        self.score_limit_s = score_limit_s
+        self.score_limit_s, self.tune = score_limit_s, tune or TuneConfig()
         self.engine: EngineLoop | None = None
         self.counts = {"finished": 0, "truncated": 0, "failed": 0, "refused": 0, "lost": 0, "tokens": 0}
         self.update_s = 0.0  # of the last update
@@ -143,7 +162,9 @@ class GeneratorActor(MeshActor):
     async def _follow(self) -> None:
         """Keep the engine at the trainer's newest version. A failed update keeps the old one in use."""
         assert self.engine is not None
-        follower = WeightsFollower(self.bindings["trainer"], self.weights_config)
+        merge = await asyncio.to_thread(Merger.of_model, self.model_path, self.tune)
+        follower = WeightsFollower(self.bindings["trainer"], self.weights_config, merge=merge)
+        partial = self.tune.kind != "full"  # what is not trained the engine has from the initial model
         while True:
             try:
                 tensors = await follower.newer(wait_s=2.0)
@@ -151,7 +172,7 @@ class GeneratorActor(MeshActor):
                     continue
                 self.pulled = follower.last
                 began = time.monotonic()
-                await self.engine.update(follower.version, tensors)
+                await self.engine.update(follower.version, tensors, partial=partial)
                 self.update_s = time.monotonic() - began
                 self._have_weights.set()
             except (BindingError, VersionGone, RegionError, WeightsError, TimeoutError) as error:

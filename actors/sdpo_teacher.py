@@ -24,8 +24,10 @@ from mesh.binding import BindingError
 from mesh.messages import HintedContext, LogitsRef, RegionRef
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.config import EnvironmentConfig
-from services.models import load_model, load_tokenizer
+from services.models import generation_stop_ids, load_model, load_tokenizer
+from services.rollouts.chat import turn_ends
 from services.training.hinted import HintedRows, HintedTeacher, HintedTeacherConfig, hinted_accuracy
+from services.tuning import Merger, TuneConfig
 from services.weights.config import WeightsConfig
 from services.weights.logits import LogitsFull, LogitsStore, LogitsWriter
 from services.weights.reader import VersionGone
@@ -61,9 +63,11 @@ class SDPOTeacherActor(MeshActor):
         environment_url: str,
         environment: EnvironmentConfig,
         weights: WeightsConfig,
+        tune: TuneConfig | None = None,
     ) -> None:
+        """`tune`: the trainer's."""
         super().__init__(name, roles=("trainer",))
-        self.config, self.model_path = config, model_path
+        self.config, self.model_path, self.tune = config, model_path, tune or TuneConfig()
         self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
         self.counts = {"requests": 0, "contexts": 0, "probes": 0, "superseded": 0}
         self.accuracy: float | None = None
@@ -79,15 +83,18 @@ class SDPOTeacherActor(MeshActor):
     async def setup(self) -> None:
         initial = await asyncio.to_thread(load_model, self.model_path, self.config.dtype, self.config.device)
         self.tokenizer = await asyncio.to_thread(load_tokenizer, self.model_path)
+        self.stop_ids = turn_ends(self.tokenizer, generation_stop_ids(self.model_path))
         self.teacher = HintedTeacher(initial, initial, self.config)
         self.client = EnvironmentClient(self.environment_url, self.environment)
 
     async def run(self) -> None:
+        follows = self.config.weights != "initial"
+        merge = await asyncio.to_thread(Merger.of_model, self.model_path, self.tune) if follows else None
         # Version 0 is what it starts with.
-        follower = WeightsFollower(self.bindings["trainer"], self.weights_config, version=0)
+        follower = WeightsFollower(self.bindings["trainer"], self.weights_config, version=0, merge=merge)
         while not self.finishing.is_set():
             self.store.expire()
-            if self.config.weights == "initial":
+            if not follows:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self.finishing.wait(), 2.0)
             else:
@@ -145,7 +152,8 @@ class SDPOTeacherActor(MeshActor):
                 ref = await self._answer(rows, question, life)
         self.counts["requests"] += 1
         self.counts["contexts"] += len(contexts)
-        self._start_probe(contexts)
+        if len(rows):
+            self._start_probe(contexts)
         return ref
 
     async def _answer(self, rows: HintedRows, question: int, life: Life) -> LogitsRef:
@@ -200,8 +208,9 @@ class SDPOTeacherActor(MeshActor):
     async def _measure(self, contexts: list[HintedContext]) -> None:
         try:
             async with self._one_at_a_time:
-                actions = await asyncio.to_thread(self.teacher.act, self.tokenizer, contexts)
-            self.accuracy = await hinted_accuracy(self.client, contexts, actions)
+                actions = await asyncio.to_thread(self.teacher.act, self.tokenizer, contexts, self.stop_ids)
+            measured = await hinted_accuracy(self.client, contexts, actions)
+            self.accuracy = self.accuracy if measured is None else measured
             self.counts["probes"] += 1
         except EnvironmentFailure as error:
             # Without a measurement the last one stands; training does not depend on this one.

@@ -122,13 +122,14 @@ class TeacherPoolActor(MeshActor):
 
     async def _engine_teacher(self, config: VLLMTeacherConfig) -> EngineTeacher:
         from services.engines import make_engine  # here: only this kind of pool needs torch
-        from services.models import load_tokenizer
+        from services.models import generation_stop_ids, load_tokenizer
+        from services.rollouts.chat import turn_ends
 
         path = str(config.path)
         tokenizer = await asyncio.to_thread(load_tokenizer, path)
         engine = await asyncio.to_thread(make_engine, path, config.engine)
         self.engine = EngineLoop(engine, config.engine, name=self.name)
-        return EngineTeacher(self.engine, tokenizer, [tokenizer.eos_token_id])
+        return EngineTeacher(self.engine, tokenizer, turn_ends(tokenizer, generation_stop_ids(path)))
 
     async def teardown(self) -> None:
         if self.engine is not None:

@@ -11,7 +11,7 @@ All of it but `source` is a collective: see `services.training.sharding`.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from actors.remote_rows import RemoteRows
 from mesh.messages import LogitsRef, TrainBatch
 from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
+from services.rollouts.chat import turn_ends
 from services.telemetry.spans import Spans
 from services.training.hinted import HintedTeacher
 from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig, needs_reference
@@ -29,6 +30,7 @@ from services.training.plan import Hinted, StepPlan
 from services.training.policy_model import PolicyModel
 from services.training.sharding import ALONE, ComputeDtype, alone, join, shard, whole
 from services.training.state import load_state, save_state
+from services.tuning import Merger, TuneConfig, prepare, published
 from services.weights.config import WeightsConfig
 
 
@@ -105,6 +107,7 @@ class TrainerSettings:
     temperature: float  # that rollouts are sampled at
     advantage_scaling: str
     seed: int
+    tune: TuneConfig = field(default_factory=TuneConfig)
 
     @property
     def inline(self) -> bool:
@@ -143,19 +146,22 @@ class TrainerPart:
             else join(rank, size, meeting, device=config.device, limit_s=config.collective_s)
         )
         self.tokenizer = load_tokenizer(settings.model_path)
-        policy_model = self._model(str(checkpoint / "policy") if checkpoint else settings.model_path)
+        # A checkpoint's adapter is merged into its policy; it is trained on beside the initial model, as it began.
+        beginning = checkpoint is None or settings.tune.kind == "lora"
+        policy_model = self._model(settings.model_path if beginning else f"{checkpoint}/policy")
         reference = self._initial()
         shard(policy_model, self.replica, config.dtype)
-        self.inline = None
+        self.inline, self._merge = None, None
         if reference is not None and settings.inline:  # whole on every proc, which asks it about its own share
             self.inline = HintedTeacher(reference.model, reference.model, settings.sdpo.hinted)
+            self._merge = Merger.of_model(settings.model_path, settings.tune)
         elif reference is not None:
             shard(reference, self.replica)
         self.learner = Learner(
             policy_model,
             reference,
             self._encode,
-            self.tokenizer.eos_token_id,
+            turn_ends(self.tokenizer)[0],
             steps=config.steps,
             optimizer=config.optimizer,
             policy=settings.policy,
@@ -184,8 +190,8 @@ class TrainerPart:
         metrics = self.learner.step(share, hinted)
         if self.inline is not None and self.settings.sdpo.hinted.weights != "initial":
             with self.spans("trainer/teacher"):
-                weights = {name: whole(p.detach()) for name, p in self.learner.model.named_parameters()}
-                self.inline.follow(share.batch.id + 1, weights)
+                weights = {name: whole(p.detach()) for name, p in self.source().items()}
+                self.inline.follow(share.batch.id + 1, self._merge(weights) if self._merge else weights)
         return metrics, hinted.failure if hinted is not None else ""
 
     def save(self, path: Path, step: int) -> None:
@@ -193,8 +199,8 @@ class TrainerPart:
         save_state(path, self.learner, self.tokenizer, step, self.replica)
 
     def source(self) -> dict[str, torch.nn.Parameter]:
-        """What readers get: the parameters that are trained; they have the others."""
-        return {name: p for name, p in self.learner.model.named_parameters() if p.requires_grad}
+        """What readers get: what is trained; the rest they have."""
+        return published(self.learner.model)
 
     @property
     def computed(self) -> torch.dtype | None:
@@ -209,7 +215,7 @@ class TrainerPart:
         config = self.settings.config
         device = config.device if self.replica.mesh is None else "cpu"
         return PolicyModel(
-            load_model(path, "float32", device),
+            prepare(load_model(path, "float32", device), self.settings.tune),
             packing=config.packing,
             logits_chunk=config.logits_chunk,
             checkpointing=config.gradient_checkpointing,

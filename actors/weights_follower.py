@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import torch
 
 from mesh import roles
 from mesh.binding import Binding
+from services.tuning import Merger
 from services.weights.config import WeightsConfig
 from services.weights.plane import new_reader
 from services.weights.reader import Pulled, pull_newest
@@ -16,20 +18,29 @@ from services.weights.reader import Pulled, pull_newest
 class WeightsFollower:
     """Pulls the trainer's versions, one `newer` call at a time; `version` is the last one pulled.
 
-    Whoever could not load what it pulled says so with `not_loaded`.
+    Whoever could not load what it pulled says so with `not_loaded`. `merge` is for a trainer of an adapter, which is
+    all that then travels: what comes out are weights of the model without one.
     """
 
-    def __init__(self, trainer: Binding[Any], config: WeightsConfig | None = None, version: int = -1) -> None:
+    def __init__(
+        self,
+        trainer: Binding[Any],
+        config: WeightsConfig | None = None,
+        version: int = -1,
+        merge: Merger | None = None,
+    ) -> None:
         self.version = version
         self.last = Pulled()  # what the last pull cost
         self._before = version  # the last pull
         self._config, self._trainer, self._reader = config, trainer, new_reader(config)
+        self._merge = merge
         self._life = trainer.incarnations
 
     async def newer(self, wait_s: float) -> dict[str, torch.Tensor] | None:
         """The tensors of a newer version, which must be loaded before the next call; None when none came in time.
 
-        Raises BindingError, VersionGone or RegionError; the next call tries again.
+        Raises BindingError, VersionGone or RegionError; the next call tries again. ValueError for an adapter that does
+        not fit `merge`.
         """
         if self._life != self._trainer.incarnations:
             # The trainer stands at its last checkpoint again: its versions are older than ours, and the right ones.
@@ -46,7 +57,7 @@ class WeightsFollower:
             return None
         self.last = self._reader.last
         self.version, tensors = newest
-        return tensors
+        return tensors if self._merge is None else await asyncio.to_thread(self._merge, tensors)
 
     def not_loaded(self) -> None:
         """The last pull is not in use, so its version is asked for again.

@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = commands.add_parser("run", help="train; without a config file, the bundled demo")
-    run.add_argument("config", nargs="?", type=Path, help="TOML file (`milkweed config` lists the settings)")
+    run.add_argument(
+        "config", nargs="?", type=Path, help="TOML file (`milkweed config` lists the settings), or a preset's name"
+    )
     run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
     run.set_defaults(do=_run)
 

@@ -23,6 +23,7 @@ from services.environments.config import EnvironmentConfig
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
 from services.rollouts.buffer import BufferConfig
 from services.training.learner import ReplayConfig, SDPOConfig
+from services.tuning import TuneConfig
 from services.weights.config import WeightsConfig
 
 DEMO_LENGTH = 400  # tokens that the demo's model is asked to handle where nothing else is set
@@ -49,8 +50,8 @@ class ModelConfig(BaseModel):
     path: str | None = Field(None, description="Folder of a Hugging Face causal LM with a chat template.")
     bundled: Literal["demo", "smollm2-135m-instruct"] | None = Field(
         None,
-        description="A model that is made or converted on first use and cached, instead of a path: demo, the tiny model "
-        "of the toolbox (used when neither is set), or smollm2-135m-instruct (extra smollm2).",
+        description="Instead of a path, a model that is made or converted on first use and cached: demo, the tiny one "
+        "of the toolbox (also when neither is set), or smollm2-135m-instruct (extra smollm2).",
     )
 
     @model_validator(mode="after")
@@ -78,6 +79,7 @@ class Config(BaseModel):
     rollouts: BufferConfig = Field(default_factory=lambda: BufferConfig(), description="Groups, leases and staleness.")
     rewarder: RewarderConfig = Field(default_factory=lambda: RewarderConfig(), description="Who scores rollouts.")
     trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig(), description="Steps and checkpoints.")
+    tune: TuneConfig = Field(default_factory=lambda: TuneConfig(), description="What is trained of the policy.")
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(), description="Channel 1: the policy objective.")
     sdpo: SDPOConfig = Field(default_factory=lambda: SDPOConfig(), description="Channel 2: hint distillation.")
     replay: ReplayConfig = Field(default_factory=lambda: ReplayConfig(), description="Channel 3: teacher preferences.")

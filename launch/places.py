@@ -43,15 +43,15 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
     if config.replay.beta:
         asked = config.teachers.asked(servers.urls.get("teachers"))
         name, own = "teachers-0", config.teachers.vllm if config.teachers.backend == "vllm" else None
-        arguments = (asked, str(run.teachers), own)
-        filled.append(Place("teachers", name, TeacherPoolActor, arguments, proc(name, own.threads if own else 1)))
+        asking = (asked, str(run.teachers), own)
+        filled.append(Place("teachers", name, TeacherPoolActor, asking, proc(name, own.threads if own else 1)))
     if config.sdpo.alpha and config.sdpo.teacher == "actor":
         name, hinted = "sdpo-teacher-0", config.sdpo.hinted
-        arguments = (hinted, model, *environment, config.weights)
+        arguments = (hinted, model, *environment, config.weights, config.tune)
         filled.append(Place("sdpo_teacher", name, SDPOTeacherActor, arguments, proc(name, hinted.threads)))
     settings = TrainerSettings(
         config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, sampling,
-        config.buffer().advantage_scaling, config.run.seed,
+        config.buffer().advantage_scaling, config.run.seed, config.tune,
     )  # fmt: skip
     spec = replace(proc("trainer-0", config.trainer.threads), devices=config.trainer.gpus)
     filled.append(
@@ -62,9 +62,9 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
     )  # fmt: skip
     at_once = -(-config.generator.count * config.generator.episodes // config.rewarder.count)
     score_limit_s = config.rewarder.reward.limit_s(at_once)
-    playing = (config.generator, model, *environment, config.weights, config.run.seed, score_limit_s)
-    filled += [
-        Place("generator", name, GeneratorActor, playing, proc(name, config.generator.threads))
-        for name in (f"generator-{i}" for i in range(config.generator.count))
-    ]
+    playing = (config.generator, model, *environment, config.weights, config.run.seed, score_limit_s, config.tune)
+    for i in range(config.generator.count):
+        name, devices = f"generator-{i}", config.generator.devices[i : i + 1]
+        spec = replace(proc(name, config.generator.threads), devices=devices)
+        filled.append(Place("generator", name, GeneratorActor, playing, spec))
     return filled

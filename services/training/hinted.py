@@ -18,7 +18,7 @@ import asyncio
 import copy
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
@@ -210,22 +210,28 @@ class HintedTeacher:
         return torch.lerp(initial, own, self.config.trust)
 
     @torch.no_grad()
-    def act(self, tokenizer: PreTrainedTokenizerBase, contexts: Sequence[HintedContext]) -> list[str | None]:
-        """What the hinted teacher does, greedily: one text per context, without the end-of-turn token.
+    def act(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        contexts: Sequence[HintedContext],
+        stop_ids: Collection[int] | None = None,
+    ) -> list[str | None]:
+        """What the hinted teacher does, greedily: one text per context, without the token of `stop_ids` that ended it.
 
+        `stop_ids` None: the tokenizer's end-of-sequence token, which need not be the one that ends a turn.
         None for a context that has no room for an action of `probe_tokens` within `max_context`.
         """
-        limit = self.config.probe_tokens
+        limit, stop_ids = self.config.probe_tokens, {tokenizer.eos_token_id} if stop_ids is None else stop_ids
         actions: list[str | None] = [None] * len(contexts)
         with self._lock:
             for indices in self._batches([len(context.prompt_ids) + limit for context in contexts]):
                 prompts = [list(contexts[i].prompt_ids) for i in indices]
-                for index, ids in zip(indices, self._greedy(prompts, tokenizer.eos_token_id, limit), strict=True):
+                for index, ids in zip(indices, self._greedy(prompts, stop_ids, limit), strict=True):
                     actions[index] = str(tokenizer.decode(ids, skip_special_tokens=False))
         return actions
 
-    def _greedy(self, sequences: list[list[int]], eos_id: int, max_new_tokens: int) -> list[list[int]]:
-        """The most probable continuation of each sequence, up to `eos_id`, which is left out."""
+    def _greedy(self, sequences: list[list[int]], stop_ids: Collection[int], max_new_tokens: int) -> list[list[int]]:
+        """The most probable continuation of each sequence, up to the first of `stop_ids`, which is left out."""
         actions: list[list[int]] = [[] for _ in sequences]
         running = list(range(len(sequences)))
         for _ in range(max_new_tokens):
@@ -237,9 +243,9 @@ class HintedTeacher:
             rows = torch.arange(len(texts), device=ids.device)
             picked = self._logits([m.hidden(ids, attended)[rows, last] for m in self._models]).argmax(-1).tolist()
             for i, token in zip(running, picked, strict=True):
-                if token != eos_id:
+                if token not in stop_ids:
                     actions[i].append(token)
-            running = [i for i, token in zip(running, picked, strict=True) if token != eos_id]
+            running = [i for i, token in zip(running, picked, strict=True) if token not in stop_ids]
         return actions
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -1,6 +1,7 @@
 """The trainer's part of a checkpoint: the policy in Hugging Face form, and what continues the optimization.
 
     policy/        for everybody: `from_pretrained` reads it; float32, whole, written by the leader
+    adapter/       where an adapter is trained: peft reads it; it is merged into policy/ already
     trainer/       for the trainer: float32 parameters and moments by name, as torch.distributed.checkpoint writes them,
                    each proc its shards; any number of procs reads them back
     trainer.json   what is no tensor
@@ -23,11 +24,12 @@ from torch import Tensor
 
 from services.training.learner import Learner
 from services.training.sharding import ALONE, Replica, gathered, like
+from services.tuning import save_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-POLICY, TENSORS, PROGRESS = "policy", "trainer", "trainer.json"
+POLICY, ADAPTER, TENSORS, PROGRESS = "policy", "adapter", "trainer", "trainer.json"
 ONE_FILE = "trainer.pt"  # in the place of the last two, from a trainer that knew one proc only; read, never written
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # what AdamW knows of a parameter
 
@@ -38,7 +40,7 @@ def save_state(
     """Write all of it into the folder `path`, which every proc of the replica sees. A collective."""
     policy = gathered(learner.model, replica)
     if replica.leads:
-        learner.model.save_pretrained(path / POLICY, state_dict=policy)
+        save_policy(learner.model, policy, path / POLICY, path / ADAPTER)
         tokenizer.save_pretrained(path / POLICY)
         (path / PROGRESS).write_text(json.dumps({"step": step, "taid": learner.taid.state_dict()}))
     del policy

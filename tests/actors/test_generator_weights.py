@@ -21,7 +21,7 @@ class Engine:
         self.errors, self.tried, self.version = list(errors), [], -1
         self.loaded = asyncio.Event()
 
-    async def update(self, version, tensors):
+    async def update(self, version, tensors, partial):
         self.tried.append((version, tensors))
         if self.errors:
             raise self.errors.pop(0)

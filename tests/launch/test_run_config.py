@@ -1,6 +1,7 @@
 """What a configuration may say, and what is said back when it may not."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,8 @@ def test_a_wrong_type_names_the_setting():
         (["rollouts.min_group_size=9"], "set min_group_size to 8 or less"),
         (["teachers.pool.agreement_threshold=3", "teachers.local.count=2"], "teachers.local.count"),
         (["sdpo.loss.support=student"], "top_k"),
+        (["model.path=/m", "model.bundled=demo"], "path and bundled name two models"),
+        (["environment.toolbox.words=plain"], "set model.path or model.bundled"),
         (["trainer"], "is not section.key=value"),
         (["run.name.first=a", "run.name=b", "run.name.last=c"], "is a value, not a section"),
     ],
@@ -63,6 +66,30 @@ def test_a_missing_or_broken_file_is_one_sentence(tmp_path):
     (tmp_path / "broken.toml").write_text("[trainer\nsteps = 3")
     with pytest.raises(ConfigError, match="is not valid TOML"):
         load_config(tmp_path / "broken.toml")
+
+
+@pytest.mark.parametrize("name", ["hard", "hard.toml", "presets/hard.toml"])
+def test_a_bundled_preset_is_found_by_its_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hard").mkdir()  # a folder of that name is no config file
+    assert load_config(Path(name)).environment.toolbox.level == "hard"
+
+
+def test_a_file_of_ones_own_comes_before_the_preset_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hard.toml").write_text("[trainer]\nsteps = 3")
+    assert load_config(Path("hard.toml")).trainer.steps == 3
+
+
+@pytest.mark.parametrize("name", ["harder", "/elsewhere/hard.toml"])
+def test_where_neither_file_nor_preset_is_the_presets_are_listed(name):
+    with pytest.raises(ConfigError, match="no bundled preset of that name; there are: demo, hard, smollm2-toolbox"):
+        load_config(Path(name))
+
+
+def test_only_models_that_are_not_the_demos_may_be_spoken_to_plainly():
+    assert load_config(None, ["model.bundled=smollm2-135m-instruct", "environment.toolbox.words=plain"])
+    assert load_config(None, ["model.path=/some/model", "environment.toolbox.words=plain"])
 
 
 def test_every_setting_is_documented():
