@@ -105,6 +105,7 @@ def _init(rank: int, size: int, store: Any, device: str, limit: timedelta) -> Re
         os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     kind = torch.device(device).type
     if kind == "cuda":
+        torch.cuda.init()  # before the mesh: it would take the local rank for a device's number, and here is but one
         torch.cuda.set_device(torch.device(device).index or 0)
     backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"  # gloo carries what is no tensor
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import random
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from trainer_actors import batch
 
 from actors import trainer as module
 from actors import trainer_team
 from actors.trainer import SAVE_LIMIT_S, TEACHER_PATIENCE_S, Prepared, TrainerActor, finish_limit
 from actors.trainer_part import TrainerConfig, TrainerSettings
 from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure
-from mesh.messages import ErrorSite, Group, Rollout, Sequence, Task, TrainBatch, Turn, VersionSpan
 from services.demo.tokenizer import build_tokenizer
 from services.losses.policy import PolicyConfig
 from services.telemetry.spans import Spans
@@ -27,21 +26,6 @@ from services.weights.config import WeightsConfig
 from services.weights.logits import LogitsStore
 
 LIMIT_S = 60.0
-
-
-def rollout(task, member, reward):
-    """A prompt of 3 tokens, then a failing turn of 4 with a hint of 2."""
-    rng = random.Random(f"{task.id} {member}")
-    ids = [rng.randrange(3, 20) for _ in range(8)]
-    site = ErrorSite("tool_not_found", "no", "h", "template", cut=3, hint_ids=[5, 6])
-    turn = Turn(0, 4, 8, "action", "seen", None, site)
-    sequence = Sequence(ids, [-1.0] * 8, [(4, 8)], [VersionSpan(0, 4, 8)])
-    return Rollout(f"{task.id}/{member}", task, member, "", [sequence], [turn], [], "finished", reward, reward)
-
-
-def batch(number):
-    task = Task(f"t{number}", number, number)
-    return TrainBatch(number, [Group(task, [rollout(task, 0, 1.0), rollout(task, 1, 0.0)], [1.0, -1.0], False, 0)], [])
 
 
 class Buffer:
