@@ -14,6 +14,7 @@ from services.models import load_model
 from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
 from services.training.policy_model import PolicyModel
 from services.training.sharding import Replica, shard, whole
+from services.tuning import TuneConfig, prepare
 
 
 def sharded_learner(
@@ -26,12 +27,14 @@ def sharded_learner(
     model_seed: int = 0,
     model_path: str | None = None,
     model: dict[str, Any] | None = None,
+    tune: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
 ) -> Learner:
     """This proc's learner, with all channels on, on its shards of the tiny model."""
     initial = tiny_model()
     trained = tiny_model(model_seed) if model_path is None else load_model(model_path)
-    policy_model = PolicyModel(trained, logits_chunk=8, **(model or {}))
+    torch.manual_seed(0)  # an adapter begins at random
+    policy_model = PolicyModel(prepare(trained, TuneConfig(**(tune or {}))), logits_chunk=8, **(model or {}))
     for name, parameter in policy_model.named_parameters():
         if any(part in name for part in frozen):
             parameter.requires_grad_(False)

@@ -31,6 +31,7 @@ def assert_equal_figures(found: list[dict[str, float]], expected: list[dict[str,
         (3, {"max_tokens": 1000}, False),  # one micro-batch: two procs have nothing but empty passes
         (2, {"kl_in_reward": True, "frozen": ("layers.0", "embed_tokens")}, True),
         (2, {"model": {"checkpointing": True, "packing": False}}, True),
+        (2, {"tune": {"kind": "lora", "rank": 4}, "model": {"checkpointing": True}}, True),
     ],
 )
 def test_several_procs_give_the_losses_and_weights_of_one(size: int, settings: dict[str, Any], even: bool) -> None:
