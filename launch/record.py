@@ -66,6 +66,9 @@ class Record:
         health = self.supervisor.health.values()
         if health:
             metrics["supervision/slowest_status_s"] = max(each["answered_in_s"] for each in health)
+        engines = [each for each in health if "update_s" in each]
+        for name in ("pull", "update") if engines else ():
+            metrics[f"seconds/generator/{name}"] = max(each[f"{name}_s"] for each in engines)  # of the slowest one
         for pool in (each for each in health if each["name"].startswith("teachers")):
             for figure in ("spent_usd", "pairs", "errors"):
                 metrics[f"teachers/{figure}"] = float(pool.get(figure, 0.0))

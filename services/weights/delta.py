@@ -40,10 +40,9 @@ def apply(words: np.ndarray, gaps: np.ndarray, values: np.ndarray) -> None:
 
 def _gaps(positions: np.ndarray) -> np.ndarray:
     gaps = np.diff(positions, prepend=0)
-    escapes = gaps // _ESCAPE
-    if not escapes.any():
-        return gaps.astype(np.uint8)
-    ends = np.cumsum(escapes + 1) - 1
-    written = np.full(ends[-1] + 1, _ESCAPE, dtype=np.uint8)
-    written[ends] = gaps - escapes * _ESCAPE
-    return written
+    written = gaps.astype(np.uint8)
+    far = np.flatnonzero(gaps >= _ESCAPE)
+    if not len(far):
+        return written
+    written[far] = gaps[far] % _ESCAPE
+    return np.insert(written, np.repeat(far, gaps[far] // _ESCAPE), _ESCAPE)

@@ -65,6 +65,15 @@ def test_idle_shares_are_over_the_time_since_the_last_row_and_begin_anew_with_a_
     assert [row["idle/generator"] for row in rows(record)] == pytest.approx([0.9, 0.25, 0.5])
 
 
+def test_weights_that_are_pulled_beside_generation_and_loaded_between_its_steps_are_timed_apart(record):
+    for name, pull_s, update_s in (("generator-0", 3.0, 0.1), ("generator-1", 2.0, 0.2)):
+        see(record, name, "generator", busy=1.0, uptime=10.0)
+        record.supervisor.health[name] |= {"pull_s": pull_s, "update_s": update_s}
+    record.add([report(0, 100.0)])
+    (row,) = rows(record)
+    assert (row["seconds/generator/pull"], row["seconds/generator/update"]) == (3.0, 0.2)
+
+
 def test_deaths_are_in_every_row(record):
     record.add([report(0, 100.0)])
     assert rows(record)[0]["supervision/deaths"] == 1.0
