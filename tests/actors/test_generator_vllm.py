@@ -85,3 +85,17 @@ def test_a_temperature_that_vllm_does_not_sample_at_is_refused_with_the_configur
     assert GeneratorConfig(episode=hot).episode.temperature == 3.0
     with pytest.raises(ValueError, match=r'vLLM samples at 0.01 to 2: choose one of these, or engine = "transformers"'):
         GeneratorConfig(engine=EngineConfig(engine="vllm"), episode=hot)
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({"devices": ["0", "1"]}, 'set engine.device = "cuda"'),
+        ({"devices": ["0"], "engine": {"device": "cuda"}}, "1 entries for count = 2: name one per generator"),
+    ],
+)
+def test_devices_that_do_not_go_with_the_generators_are_refused(settings, advice):
+    with pytest.raises(ValueError, match=advice):
+        GeneratorConfig.model_validate({"count": 2, **settings})
+    two = GeneratorConfig.model_validate({"count": 2, "devices": ["0", "0"], "engine": {"device": "cuda"}})
+    assert two.devices == ("0", "0")
