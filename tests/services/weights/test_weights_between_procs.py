@@ -71,6 +71,20 @@ def test_the_same_host_goes_through_shared_memory_by_itself(owner, reader):
     ask(owner.release_weights, ref.lease_id)
 
 
+@pytest.mark.parametrize("via", ["shm", "rdma"])
+def test_a_reader_that_keeps_up_fetches_only_what_changed(owner, reader, via):
+    since = {"shm": 20, "rdma": 30}[via]
+    ask(owner.publish, since)
+    for version in (since, since + 1, since + 2):
+        if version > since:
+            ask(owner.nudge, version)
+        ref = ask(owner.weights, version - 1)
+        exact, nbytes = ask(reader.pull_nudged, ref, via, since)
+        assert exact
+        assert (nbytes < 100) == (version > since)
+        ask(owner.release_weights, ref.lease_id)
+
+
 def test_any_part_of_a_region_can_be_read_over_rdma(owner, reader):
     ref = ask(owner.make_region, 100_000, 16_384)
     assert [block.size() for block in ref.rdma] == [16_384] * 6 + [1_696]

@@ -78,6 +78,13 @@ class Owner(Actor):
         await self.publisher.publish(version)
 
     @concurrent_endpoint
+    async def nudge(self, version: int) -> None:
+        """Publish what there is with one number changed."""
+        assert self.publisher is not None
+        self.named["weight"].view(-1)[version] = 0.5
+        await self.publisher.publish(version)
+
+    @concurrent_endpoint
     async def lead(self, peers: Any, ranks: int) -> None:
         """Rank 0: make a publisher for all ranks. `peers`: the mesh of this actor."""
         self.join_replica(0, ranks)
@@ -198,6 +205,15 @@ class Reader(Actor):
             found[name].dtype == t.dtype and torch.equal(found[name], t) for name, t in expected.items()
         )
         return reader.last.via, same
+
+    @concurrent_endpoint
+    async def pull_nudged(self, ref: WeightsRef, via: str, since: int) -> tuple[bool, int]:
+        """Whether all is exactly version `since` with the nudges up to this one, and the bytes that were fetched."""
+        expected = tensors_of(since)
+        expected["weight"].view(-1)[since + 1 : ref.version + 1] = 0.5
+        reader = self.readers.setdefault(via, new_reader(settings(via)))
+        found = await reader.pull(ref)
+        return all(torch.equal(found[name], expected[name]) for name in expected), reader.last.nbytes
 
     @concurrent_endpoint
     async def pull_or_gone(self, ref: WeightsRef, via: Any) -> str:
