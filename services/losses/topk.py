@@ -70,10 +70,10 @@ def top_k_rows(logits: Tensor, k: int) -> TopKRows:
     if k < 1:
         raise ValueError(f"top_k is {k}: a row keeps at least its likeliest token")
     logits = at_least_float32(logits).detach()
-    indices = logits.topk(min(k, logits.shape[-1]), dim=-1).indices
-    log_norm = logits.logsumexp(-1, keepdim=True)
-    tail = _rest(logits, indices) - log_norm
-    return TopKRows(logits.gather(-1, indices) - log_norm, indices, tail.squeeze(-1))
+    values, indices = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    rest = _rest(logits, indices)
+    log_norm = torch.logaddexp(values.logsumexp(-1, keepdim=True), rest)
+    return TopKRows(values - log_norm, indices, (rest - log_norm).squeeze(-1))
 
 
 def topk_rows_jsd(
@@ -149,8 +149,8 @@ def _on_support(logits: Tensor, tokens: Tensor, with_tail: bool) -> Tensor:
 
 
 def _rest(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log of the summed exponentials of all tokens but these (n, 1); finite, so that its gradient is, too.
+    """Log of the summed exponentials of all tokens but these (n, 1): finite, so that its gradient is, too.
 
     Not log1p(-kept): a kept mass near 1 leaves nothing of the rest in float32.
     """
-    return logits.scatter(-1, tokens, LOG_FLOOR).clamp(min=LOG_FLOOR).logsumexp(-1, keepdim=True)
+    return logits.scatter(-1, tokens, LOG_FLOOR).logsumexp(-1, keepdim=True)

@@ -13,6 +13,7 @@ import random
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from actors.remote_rows import RemoteRows
 from actors.sdpo_teacher import SDPOTeacherActor
@@ -129,6 +130,13 @@ def test_rows_that_travel_cut_give_the_loss_of_whole_ones_on_their_support(model
     assert whole["sdpo/loss"] > 1e-3
     torch.testing.assert_close(cut_gradient, whole_gradient, rtol=1e-5, atol=1e-5)
     assert nbytes == 4096 + 52 * cut["sdpo/rows"]
+
+
+@pytest.mark.parametrize("loss", [{}, {"support": "student", "top_k": 6}, {"support": "teacher", "top_k": 5}])
+def test_a_loss_that_cut_rows_are_not_enough_for_is_refused_with_the_fix(loss):
+    with pytest.raises(ValidationError, match=r"sdpo.hinted.logits.top_k = 6 .*sdpo.hinted.logits.top_k = 0"):
+        SDPOConfig(loss=loss, hinted={"logits": {"top_k": 6}})
+    SDPOConfig(loss={"support": "teacher", "top_k": 6}, hinted={"logits": {"top_k": 6}})
 
 
 def test_bfloat16_rows_give_nearly_the_same_loss(model_path):

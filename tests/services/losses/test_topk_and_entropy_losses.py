@@ -103,6 +103,17 @@ def test_a_tail_that_float32_cannot_tell_from_one_minus_the_rest_is_exact():
     assert other.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_tokens_that_are_masked_out_on_both_sides_do_no_harm(beta):
+    masked = -float("inf")
+    student = torch.tensor([[1.0, 0.5, masked, masked]], requires_grad=True)
+    rows = topk_rows_jsd(student, top_k_rows(torch.tensor([[0.0, 2.0, masked, masked]]), 3), beta=beta, tail=True)
+    rows.sum().backward()
+    plain = jsd_rows(student.detach()[:, :2], torch.tensor([[0.0, 2.0]]), beta=beta)
+    torch.testing.assert_close(rows.detach(), plain)
+    assert student.grad.isfinite().all()
+
+
 def test_cut_rows_refuse_a_temperature_that_their_tail_was_not_made_at():
     rows = top_k_rows(TEACHER, 2)
     with pytest.raises(ValueError, match="summed at temperature 1"):
