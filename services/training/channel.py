@@ -77,8 +77,8 @@ class Channel:
         self.loss += float(result.loss.detach())
         self.averages.add(result.metrics, result.count)
 
-    def pour(self, parameters: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Add the gradient, clipped and then weighted, to the parameters' `.grad`; returns its norm before the clip.
+    def pour(self, step: list[torch.Tensor | None]) -> dict[str, float]:
+        """Add the gradient, clipped and then weighted, to the step's; returns its norm before the clip.
 
         A gradient that is not finite is left out of the step: clipping cannot save it, and one step with it would end
         the run. The figure "nonfinite" says so. The channel gives its gradient away.
@@ -90,10 +90,11 @@ class Channel:
         finite = norm < float("inf")  # False for nan
         if finite:
             scale = self.weight * min(1.0, self.max_grad_norm / (norm + 1e-6))
-            for parameter, g in zip(parameters, gradient, strict=True):
+            for index, g in enumerate(gradient):
                 if g is not None:
                     g.mul_(scale)
-                    parameter.grad = g if parameter.grad is None else parameter.grad.add_(g)
+                    so_far = step[index]
+                    step[index] = g if so_far is None else so_far.add_(g)
         return {"grad_norm": norm, "nonfinite": float(not finite)}
 
     def figures(self, name: str, total: Total = dict) -> dict[str, float]:

@@ -195,15 +195,21 @@ class Learner:
         """
         if hinted is not None:
             hinted.check(plan)
+        for parameter in self.parameters:
+            parameter.grad = None  # of the step before
+        gradient: list[torch.Tensor | None] = [None] * len(self.parameters)
         channels, metrics = self._rollout_channels(plan, hinted)
+        # Before the next channel makes a gradient, because each is as large as the model.
+        metrics |= self._pour(channels, gradient)
         if plan.pair_batches:
             with self.spans("trainer/replay"):
-                channels["replay"] = self._replay_channel(plan)
-        with self.spans("trainer/optimizer"):
-            metrics |= self._apply(channels, plan.batch.id)
+                replay = {"replay": self._replay_channel(plan)}
+            metrics |= self._pour(replay, gradient)
+            channels |= replay
         for name, channel in channels.items():
             metrics |= channel.figures(name, self.total)
         metrics["replay/pairs"] = float(plan.pairs)
+        metrics["optimizer/lr"] = self._update(gradient, plan.batch.id)
         return metrics
 
     def _rollout_channels(self, plan: StepPlan, hinted: Hinted | None) -> tuple[dict[str, Channel], dict[str, float]]:
@@ -372,18 +378,22 @@ class Learner:
 
     # ---- the optimizer -------------------------------------------------------------------------------------------
 
-    def _apply(self, channels: dict[str, Channel], step: int) -> dict[str, float]:
-        """Clip each channel on its own, weigh, sum, and let AdamW step; returns the norms and the learning rate."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        metrics: dict[str, float] = {}
-        for name, channel in channels.items():
-            metrics |= {f"{name}/{figure}": value for figure, value in channel.pour(self.parameters).items()}
-        metrics["optimizer/lr"] = self.optimizer_config.rate(step, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = metrics["optimizer/lr"]
-        self.optimizer.step()
-        return metrics
+    def _pour(self, channels: dict[str, Channel], gradient: list[torch.Tensor | None]) -> dict[str, float]:
+        """Clip each channel on its own, weigh it and add it to the step's gradient; returns the norms."""
+        with self.spans("trainer/optimizer"):
+            poured = {name: channel.pour(gradient) for name, channel in channels.items()}
+        return {f"{name}/{figure}": value for name, figures in poured.items() for figure, value in figures.items()}
+
+    def _update(self, gradient: list[torch.Tensor | None], step: int) -> float:
+        """Let AdamW step; returns the learning rate."""
+        with self.spans("trainer/optimizer"):
+            for parameter, g in zip(self.parameters, gradient, strict=True):
+                parameter.grad = g
+            rate = self.optimizer_config.rate(step, self.steps)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        return rate
 
 
 def needs_reference(policy: PolicyConfig, replay: ReplayConfig) -> bool:
