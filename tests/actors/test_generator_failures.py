@@ -216,6 +216,7 @@ def test_leases_of_unfinished_episodes_go_back_when_the_actor_is_told_to_finish(
 @pytest.mark.parametrize(("engine_seed", "used"), [(None, 7), (3, 3), (0, 0)])
 def test_sampling_follows_the_run_s_seed_unless_the_engine_has_one(monkeypatch, engine_seed, used):
     monkeypatch.setattr("actors.generator.load_tokenizer", lambda _: build_tokenizer())
+    monkeypatch.setattr("actors.generator.generation_stop_ids", lambda _: ())
     monkeypatch.setattr("actors.generator.make_engine", lambda *_: BrokenEngine())
     config = GeneratorConfig(engine=EngineConfig(seed=engine_seed))
 

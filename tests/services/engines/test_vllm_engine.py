@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from engine_builders import expect_logprobs, finish, generate, make_model, until, worst_difference
@@ -144,16 +145,17 @@ def test_any_seed_makes_a_request_reproducible(engine: VLLMEngine, prompt: Calla
     assert done["first"].token_ids == done["again"].token_ids != done["unseeded"].token_ids
 
 
-def test_weights_and_their_copy_are_of_the_type_asked_for(
+def test_an_engine_of_its_own_type_starts_no_process_and_leaves_the_environment_alone(
     model_folder: Callable[[str], Path], prompt: Callable
 ) -> None:
-    preloaded = os.environ.get("LD_PRELOAD")
+    preloaded, children = os.environ.get("LD_PRELOAD"), psutil.Process().children(recursive=True)
     engine = make_engine(
         str(model_folder("llama-untied")),
         EngineConfig(engine="vllm", max_batch=2, max_length=64, dtype="bfloat16", threads=1),
     )
     try:
         assert os.environ.get("LD_PRELOAD") == preloaded  # vLLM's for processes of its own; the actor's would have it
+        assert psutil.Process().children(recursive=True) == children  # they would outlive a killed actor
         assert engine._rpc(lambda worker: worker.model_runner.get_model().lm_head.weight.dtype) == torch.bfloat16
         engine.load_weights(1, make_model("llama-untied", seed=1).state_dict())
         assert {tensor.dtype for tensor in engine._weights.values()} == {torch.bfloat16}
