@@ -12,12 +12,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.engines.engine import EngineConfig, GenerationRequest
+from services.engines.engine import EngineConfig, Generation, GenerationRequest
 from services.engines.loop import EngineLoop
 from services.teachers.config import TeacherConfig
 from services.teachers.protocol import Attempt
@@ -76,15 +76,21 @@ class EngineTeacher:
             return Attempt("refused", error=str(error) or f"{teacher.name} had no answer within {limit_s:.1f} s")
         except ValueError as error:  # of this request: too long for the model, say
             return Attempt("refused", error=str(error))
-        tokens = {"prompt_tokens": len(request.prompt_ids), "completion_tokens": len(generation.token_ids)}
+        return self._read(generation, len(request.prompt_ids))
+
+    def _read(self, generation: Generation, prompt_tokens: int) -> Attempt:
+        """The answer in what was sampled, or why there is none."""
+        outcome: Literal["answered", "unusable"] = "unusable"
+        text = error = None
         if generation.finish_reason == "length":
-            return Attempt("unusable", error="the answer was cut off at the token limit: raise max_tokens", **tokens)
-        if generation.finish_reason != "stop":
-            return Attempt("unusable", error=generation.error or f"the engine ended it ({generation.finish_reason})")
-        text = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
-        if not text.strip():
-            return Attempt("unusable", error="the answer holds no text", **tokens)
-        return Attempt("answered", text=text, **tokens)
+            error = "the answer was cut off at the token limit: raise max_tokens"
+        elif generation.finish_reason != "stop":
+            error = generation.error or f"the engine ended it ({generation.finish_reason})"
+        else:
+            said = str(self._tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+            outcome, text = ("answered", said) if said.strip() else ("unusable", None)
+            error = None if text is not None else "the answer holds no text"
+        return Attempt(outcome, text, error, prompt_tokens, len(generation.token_ids))
 
     def _request(self, teacher: TeacherConfig, asked: dict[str, Any], body: bytes) -> GenerationRequest:
         text = self._tokenizer.apply_chat_template(asked["messages"], tokenize=False, add_generation_prompt=True)
