@@ -103,7 +103,7 @@ class TrainerActor(MeshActor):
             # `finish` waited its time for whatever this loop waits for. What was trained is saved all the same.
             await self._save()
             raise
-        await self.publishing.settled()  # the last version is the one that the run is judged by
+        await self.publishing.finish(self.step_n)  # the last version is the one that the run is judged by
         await self._save()
 
     async def _train_steps(self) -> None:

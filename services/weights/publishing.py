@@ -1,10 +1,11 @@
-"""Publishing beside training: the optimizer waits for the copy, everything else happens while the next step runs.
+"""Publishing beside training: the optimizer waits for the copy and for nothing else.
 
     step k ─▶ begin(k+1): copy │ step k+1 ............................ ─▶ begin(k+2): copy │ step k+2 …
                trainer/publish │ weights/seal: checksums, delta, current
 
-A version that could not be published is counted and told, and the run goes on with the one before it; whoever needs the
-version calls `begin` again.
+A version that cannot be copied at once, because the one before it is still being sealed or slow readers hold the
+memory, is skipped: readers get the next one, or this one if the trainer has the time to `begin` it again. One that
+could not be published is counted and told, and the run goes on with the one before it.
 """
 
 from __future__ import annotations
@@ -22,26 +23,32 @@ class Publishing:
     def __init__(self, publisher: SnapshotPublisher, spans: Spans, on_failure: Callable[[str], None]) -> None:
         """`on_failure` is told why a version could not be published."""
         self.publisher, self.failures = publisher, 0
+        self._skipped: set[int] = set()
         self._spans, self._on_failure = spans, on_failure
         self._sealing: asyncio.Task[None] | None = None
 
     async def begin(self, version: int) -> None:
-        """Copy the weights unless this version is current or under way; they may change once this has returned.
-
-        Waits for the version before it to be sealed first: there is one snapshot to write to.
-        """
+        """Copy the weights unless this version is current or under way; they may change once this has returned."""
         if version in (self.publisher.version, self.publisher.copied):
             return
-        if self._sealing is not None and not self._sealing.done():
-            with self._spans("trainer/wait_seal", waiting=True):
-                await self.settled()
         try:
             with self._spans("trainer/publish"):
-                await self.publisher.copy(version)
+                copied = await self.publisher.copy(version)
         except (RuntimeError, OSError) as error:
             self._failed(version, error)
-        else:
+            return
+        if copied:
+            self._skipped.discard(version)
             self._sealing = asyncio.create_task(self._seal(version))
+        else:
+            self._skipped.add(version)
+
+    async def finish(self, version: int) -> None:
+        """Publish the last version, however long its readers take; returns when it is current, or has failed."""
+        if version not in (self.publisher.version, self.publisher.copied):
+            await self.publisher.ready()
+            await self.begin(version)
+        await self.settled()
 
     async def settled(self) -> None:
         """Return when no version is under way any more, current or failed."""
@@ -49,7 +56,8 @@ class Publishing:
             await asyncio.wait({self._sealing})
 
     def metrics(self) -> dict[str, float]:
-        return {"weights/publish_failures": float(self.failures), **self.publisher.metrics()}
+        counts = {"weights/publish_failures": float(self.failures), "weights/skipped": float(len(self._skipped))}
+        return counts | self.publisher.metrics()
 
     async def close(self) -> None:
         """Give up what is under way and free the memory. Idempotent."""

@@ -75,23 +75,34 @@ class SnapshotPublisher:
         """The version that is copied and not current yet; None without one."""
         return self._copied.version if self._copied else None
 
-    async def copy(self, version: int) -> None:
+    async def ready(self) -> None:
+        """Wait for a `seal` under way and for readers of the slot that a `copy` needs, at most `max_lease_s`."""
+        async with self._changing:
+            while self._writable_slot() is None:
+                await self._lease_end()
+
+    async def copy(self, version: int) -> bool:
         """Take a snapshot of every rank's tensors, which may change again as soon as this returns.
 
-        Waits for a `seal` that is under way, and for readers of the slot it needs, at most `max_lease_s`. Raises
-        ValueError when the version does not increase or the tensors differ from the layout, PublishError when a rank
-        fails or takes longer than `part_limit_s`, RuntimeError after `close`. A copy that was not sealed is given up.
+        False, at once, where it would have to wait (see `ready`). Raises ValueError when the version does not increase
+        or the tensors differ from the layout, PublishError when a rank fails or takes longer than `part_limit_s`,
+        RuntimeError after `close`. A copy that was not sealed is given up.
         """
+        if self._changing.locked():
+            return False
         async with self._changing:
             if self._closed:
                 raise RuntimeError("this publisher is closed: make a new one to publish again")
             if self._current and version <= self._current.version:
                 raise ValueError(f"version {version} does not follow {self._current.version}: versions must increase")
             self._copied = None
-            slot = await self._writable_slot()
+            slot = self._writable_slot()
+            if slot is None:
+                return False
             await self._of_all("copy", version, lambda writer: writer.copy(slot.index, version))
             slot.version = version
             self._copied = slot
+            return True
 
     async def seal(self) -> None:
         """Make what was copied last the current version. Raises PublishError; the old version then stays current."""
@@ -112,8 +123,9 @@ class SnapshotPublisher:
             self._published = asyncio.Event()
 
     async def publish(self, version: int) -> None:
-        """`copy` and `seal`."""
-        await self.copy(version)
+        """A `copy` once that is possible, and its `seal`."""
+        while not await self.copy(version):
+            await self.ready()
         await self.seal()
 
     def lease(self, newer_than: int) -> WeightsRef | None:
@@ -190,22 +202,22 @@ class SnapshotPublisher:
                 raise PublishError(f"rank {rank} did not {what} its part of version {version}: {why}") from result
         return [result for result in results if not isinstance(result, BaseException)]
 
-    async def _writable_slot(self) -> _Slot:
-        """A slot that is not current and has no live lease. New leases are given on the current slot only, so the wait
-        ends with the last of those that exist."""
-        while True:
-            now = time.monotonic()
-            retired = [slot for slot in self._slots if slot is not self._current]
-            for slot in retired:
-                slot.leases = {lease_id: expires for lease_id, expires in slot.leases.items() if expires > now}
-                if not slot.leases:
-                    return slot
-            next_expiry = min(expires for slot in retired for expires in slot.leases.values())
-            self._lease_ended.clear()
-            try:
-                await asyncio.wait_for(self._lease_ended.wait(), next_expiry - now)
-            except TimeoutError:
-                _logger.warning("a reader kept its lease for %g s: its version is overwritten", self.config.max_lease_s)
+    def _writable_slot(self) -> _Slot | None:
+        """A slot that is not current and has no live lease."""
+        now = time.monotonic()
+        for slot in self._slots:
+            slot.leases = {lease_id: expires for lease_id, expires in slot.leases.items() if expires > now}
+        return next((slot for slot in self._slots if slot is not self._current and not slot.leases), None)
+
+    async def _lease_end(self) -> None:
+        """Wait for the next end of a lease on a slot that is not current. No new ones are given on those."""
+        retired = [slot for slot in self._slots if slot is not self._current]
+        next_expiry = min(expires for slot in retired for expires in slot.leases.values())
+        self._lease_ended.clear()
+        try:
+            await asyncio.wait_for(self._lease_ended.wait(), next_expiry - time.monotonic())
+        except TimeoutError:
+            _logger.warning("a reader kept its lease for %g s: its version is overwritten", self.config.max_lease_s)
 
 
 def fetched_bytes(shard: ShardRef) -> int:

@@ -3,6 +3,7 @@ import asyncio
 from plane_builders import Trainer, is_version, model
 
 from services.telemetry.spans import Spans
+from services.weights.config import WeightsConfig
 from services.weights.publishing import Publishing
 from services.weights.reader import SnapshotReader
 
@@ -66,19 +67,46 @@ def test_a_version_that_is_current_or_under_way_is_not_copied_again():
     asyncio.run(scenario())
 
 
-def test_the_next_copy_waits_for_the_seal_before_it_and_a_span_shows_for_how_long():
+def test_a_version_is_skipped_rather_than_waited_for_while_the_one_before_it_is_sealed():
     async def scenario():
-        held, _, spans, publishing = make(Trainer())
+        trainer = Trainer(model(1))
+        held, troubles, _, publishing = make(trainer)
         await publishing.begin(1)
-        second = asyncio.create_task(publishing.begin(2))
-        await asyncio.sleep(0.05)
+        for version in (2, 3):
+            trainer.train(version)
+            await asyncio.wait_for(publishing.begin(version), 1)
         assert held.order == ["copied 1"]
+        assert publishing.metrics()["weights/skipped"] == 2.0
         held.go.set()
-        await asyncio.wait_for(second, 10)
-        assert held.order == ["copied 1", "sealed", "copied 2"]
-        seconds = spans.drain()
-        assert seconds["trainer/wait_seal"] >= 0.04
-        assert seconds["trainer/publish"] < seconds["weights/seal"]
+        await publishing.settled()
+        assert is_version(await SnapshotReader().pull(trainer.lease(0)), 1)
+        await publishing.begin(3)  # the trainer has time
+        await publishing.settled()
+        assert is_version(await SnapshotReader().pull(trainer.lease(1)), 3)
+        assert publishing.metrics()["weights/skipped"] == 1.0
+        assert not troubles
+        await publishing.close()
+
+    asyncio.run(scenario())
+
+
+def test_slow_readers_hold_up_the_last_version_only():
+    async def scenario():
+        trainer = Trainer(config=WeightsConfig(max_lease_s=30.0))
+        held, _, _, publishing = make(trainer)
+        held.go.set()
+        await publishing.finish(1)
+        slow = trainer.lease(0)
+        await publishing.finish(2)
+        trainer.lease(1)
+        await asyncio.wait_for(publishing.begin(3), 1)
+        assert trainer.publisher.copied is None
+        last = asyncio.create_task(publishing.finish(4))
+        await asyncio.sleep(0.05)
+        assert not last.done()
+        trainer.release(slow.lease_id)
+        await asyncio.wait_for(last, 10)
+        assert trainer.publisher.version == 4
         await publishing.close()
 
     asyncio.run(scenario())
