@@ -138,7 +138,8 @@ class SDPOTeacherActor(MeshActor):
 
     def figures(self) -> dict[str, Any]:
         version = self.teacher.version if hasattr(self, "teacher") else 0
-        return {**self.counts, "version": version, "hinted_accuracy": self.accuracy, "trouble": self.trouble}
+        held = {"answers": self.store.held, "registered_bytes": self.store.nbytes}
+        return {**self.counts, **held, "version": version, "hinted_accuracy": self.accuracy, "trouble": self.trouble}
 
     @concurrent_endpoint
     async def logits(self, contexts: list[HintedContext], asker: str) -> LogitsRef:
