@@ -284,11 +284,6 @@ class HintedRows:
     def __len__(self) -> int:
         return self.row_offsets[-1]
 
-    def chunks(self, rows: int) -> Iterator[torch.Tensor]:
-        """All rows in order, at most `rows` at a time."""
-        for start in range(0, len(self), rows):
-            yield self.read(start, min(start + rows, len(self)))
-
     def in_order(self) -> Callable[[int], torch.Tensor]:
         """A function that makes the next `count` rows, from the first on."""
         position = 0

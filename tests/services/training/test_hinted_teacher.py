@@ -19,7 +19,7 @@ from training_builders import EOS, VOCAB, tiny_model
 
 from mesh.messages import HintedContext, Task
 from services.environments.client import EnvironmentFailure
-from services.training.hinted import HintedTeacher, HintedTeacherConfig, hinted_accuracy
+from services.training.hinted import HintedRows, HintedTeacher, HintedTeacherConfig, hinted_accuracy
 
 TOKENIZER: Any = SimpleNamespace(  # a token is its number
     eos_token_id=EOS, decode=lambda ids, skip_special_tokens: " ".join(str(token) for token in ids)
@@ -44,10 +44,14 @@ def teacher(initial: Any, live: Any = None, **settings: Any) -> HintedTeacher:
     return HintedTeacher(initial, live, HintedTeacherConfig(**{"align": "turn", **settings}))
 
 
+def chunks(rows: HintedRows, size: int) -> list[torch.Tensor]:
+    return [rows.read(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+
+
 def aligned(asked_of: HintedTeacher, asked: list[HintedContext]) -> tuple[torch.Tensor, list[int]]:
     """The rows (N, V), read a few at a time, and their offsets."""
     rows = asked_of.align(asked)
-    return torch.cat([rows.read(0, 0), *rows.chunks(3)]), rows.row_offsets
+    return torch.cat([rows.read(0, 0), *chunks(rows, 3)]), rows.row_offsets
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
@@ -139,7 +143,7 @@ def test_logits_of_more_than_a_chunk_never_exist(align, weights):
     bounded = teacher(model, model, align=align, weights=weights, reject_below=1e-9, row_chunk=row_chunk)
     with LargestTensor() as largest:
         rows = bounded.align(contexts((9, 30), (12, 30)))
-        for chunk in rows.chunks(row_chunk):
+        for chunk in chunks(rows, row_chunk):
             assert len(chunk) == row_chunk
     assert len(rows) == 60
     weight = model.get_output_embeddings().weight.numel()
