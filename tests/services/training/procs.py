@@ -20,12 +20,17 @@ _context.set_forkserver_preload(
 
 
 def on_procs(
-    size: int, function: Callable[..., Any], *args: Any, collective_s: float = 30.0, lost: int | None = None
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    collective_s: float = 30.0,
+    answer_s: float = 120.0,
+    lost: int | None = None,
 ) -> list[Any]:
     """`function(replica, *args)` on `size` procs; what it returned, by rank.
 
-    `collective_s` is the limit of a collective. The proc `lost` is not expected to answer. AssertionError with the
-    traceback of each that failed.
+    `collective_s` is the limit of a collective, `answer_s` that of the whole. The proc `lost` is not expected to
+    answer. AssertionError with the traceback of each that failed.
     """
     ports: Any = _context.Queue()
     pipes = [_context.Pipe(duplex=False) for _ in range(size)]
@@ -37,7 +42,7 @@ def on_procs(
         each.start()
     try:
         answers = [
-            pipe.recv() if rank != lost and pipe.poll(120.0) else (rank == lost, None)
+            pipe.recv() if rank != lost and pipe.poll(answer_s) else (rank == lost, None)
             for rank, (pipe, _) in enumerate(pipes)
         ]
     finally:
