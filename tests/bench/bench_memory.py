@@ -6,13 +6,16 @@ One step with the policy and SDPO channels; the teacher's rows come from a reade
 writes it first: the model's logits (B, T, V), log-softmax over them, all teacher rows at once, plain autograd. The
 others are the trainer's. Each variant runs in a child process of its own, so that its peak is its own: the growth of
 the process's maximum resident size (on CUDA, the allocator's peak) over what it was before the step. That is without
-the parameters, but with their gradients, one set per channel, which are the floor that no variant can go below.
+the parameters, but with their gradients, one set per channel, which are the floor that no variant can go below. The
+children's allocator gives large blocks back at once (glibc would keep those of some sizes for later), so that the
+resident size is what is in use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -136,7 +139,8 @@ def measure(variant: str, arguments: argparse.Namespace) -> dict[str, float]:
 
 def in_child(variant: str) -> dict[str, float]:
     command = [sys.executable, __file__, *sys.argv[1:], "--variant", variant]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False, env=environment)
     if done.returncode:
         raise RuntimeError(f"variant {variant!r} ended with code {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(done.stdout)
