@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.rollouts.samples import HintedSite, TrainSample
+from services.rollouts.samples import TrainSample
 
 
 def collate(samples: Sequence[TrainSample]) -> dict[str, Tensor]:
@@ -93,30 +93,3 @@ def empty_sample() -> TrainSample:
     """Two tokens of which none is in a loss: for a forward pass that has to be made although there is nothing to do."""
     nothing = np.zeros(2, dtype=np.int64)
     return TrainSample("", 0, nothing, nothing > 0, np.zeros(2, dtype=np.float32), nothing - 1, advantage=0.0)
-
-
-def alignment(sites: Sequence[HintedSite]) -> tuple[Tensor, Tensor]:
-    """`student_idx (B, K)` and `teacher_idx (B, K)`, int64, -1 = padding, for B sites of at most K turn tokens.
-
-    Entry j of row i is where the student (in the site's own sequence) and the hinted teacher (in its context) predict
-    token j of the turn. The teacher's logits at `teacher_idx[i]` are the rows of context i in a `LogitsRef`, in order.
-    """
-    widest = max((site.stop - site.start for site in sites), default=0)
-    student = torch.full((len(sites), widest), -1, dtype=torch.int64)
-    teacher = student.clone()
-    for row, site in enumerate(sites):
-        positions = torch.tensor(site.student_positions, dtype=torch.int64)
-        student[row, : len(positions)] = positions
-        teacher[row, : len(positions)] = torch.tensor(site.teacher_positions, dtype=torch.int64)
-    return student, teacher
-
-
-def student_rows(sites: Sequence[HintedSite], samples: Sequence[TrainSample]) -> list[int]:
-    """For each site, the index of the sample that holds its sequence. ValueError for a site without one."""
-    rows = {(sample.rollout_id, sample.sequence): row for row, sample in enumerate(samples)}
-    missing = [site.rollout_id for site in sites if (site.rollout_id, site.sequence) not in rows]
-    if missing:
-        raise ValueError(
-            f"student_rows: no sample holds the hinted turn of {missing[0]}; pass the samples of its batch"
-        )
-    return [rows[site.rollout_id, site.sequence] for site in sites]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rollout_builders import rollout
 
 from mesh.messages import ErrorSite, Group, Lease, Rollout, Task, Turn, VersionSpan
-from services.rollouts.collate import alignment, collate, even_micro_batches, micro_batches, student_rows
+from services.rollouts.collate import collate, even_micro_batches, micro_batches
 from services.rollouts.samples import SequenceRecorder, flatten, hinted_contexts
 from services.rollouts.validation import malformed
 
@@ -103,33 +103,18 @@ def test_student_and_teacher_positions_predict_the_same_tokens(prompt, turns):
     made = hinted_rollout(prompt, turns)
     assert malformed(made) is None
     sites = hinted_contexts(made)
-    student_idx, teacher_idx = alignment(sites)
-    samples = flatten([Group(TASK, [made], [1.0], False, 0)])
-    assert student_idx.shape == teacher_idx.shape
-    assert torch.equal(student_idx == -1, teacher_idx == -1)
+    sequence_of = {(s.rollout_id, s.sequence): s.token_ids for s in flatten([Group(TASK, [made], [1.0], False, 0)])}
     hinted_turns = [turn for turn in made.turns if turn.error]
     assert len(sites) == len(hinted_turns)
-    for row, (site, turn) in enumerate(zip(sites, hinted_turns, strict=True)):
-        used = student_idx[row] >= 0
-        student = torch.from_numpy(samples[student_rows([site], samples)[0]].token_ids)
-        teacher = torch.tensor(site.context.prompt_ids + site.context.turn_ids)
+    for site, turn in zip(sites, hinted_turns, strict=True):
+        student = sequence_of[site.rollout_id, site.sequence].tolist()
+        teacher = site.context.prompt_ids + site.context.turn_ids
         sampled = made.sequences[turn.sequence].token_ids[turn.start : turn.stop]
-        assert student[student_idx[row][used] + 1].tolist() == sampled
-        assert teacher[teacher_idx[row][used] + 1].tolist() == sampled
+        assert [student[position + 1] for position in site.student_positions] == sampled
+        assert [teacher[position + 1] for position in site.teacher_positions] == sampled
         # The hint is the last thing that the teacher sees before it predicts the turn's first token.
-        assert teacher[: int(teacher_idx[row][0]) + 1].tolist()[-len(turn.error.hint_ids) :] == turn.error.hint_ids
+        assert teacher[: site.teacher_positions[0] + 1][-len(turn.error.hint_ids) :] == turn.error.hint_ids
         assert site.context.actions == [t.text for t in made.turns[: made.turns.index(turn)]]
-
-
-def test_a_site_whose_sample_is_missing_is_an_error():
-    sites = hinted_contexts(rollout(Lease("1.0", TASK, 0, 10.0), error=True))
-    with pytest.raises(ValueError, match="no sample holds the hinted turn of t000000/0"):
-        student_rows(sites, [])
-
-
-def test_no_sites_make_empty_indices():
-    student_idx, teacher_idx = alignment([])
-    assert student_idx.shape == teacher_idx.shape == (0, 0)
 
 
 def test_the_buffer_does_not_need_torch():
