@@ -148,6 +148,13 @@ class PolicyModel(nn.Module):
     def _try_out(self) -> None:
         """ModelError or PackingError unless this module gives the model's own logits on a few short sequences."""
         name, config = type(self._causal).__name__, self._causal.config.get_text_config()
+        head = type(self._causal.get_output_embeddings())
+        if getattr(head, "forward", None) is not nn.Linear.forward:
+            # An adapter, say, which begins as nothing, so that trying it out would not show it.
+            raise ModelError(
+                f"{name} cannot be trained: its output head is a {head.__name__}; use a model whose output head is a "
+                "linear layer, and an adapter that leaves it alone"
+            )
         generator = torch.Generator().manual_seed(0)
         probe = pack_ids(
             [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in PROBE_LENGTHS], self.device

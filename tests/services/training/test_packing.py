@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def test_spread_values_keep_their_gradient():
 def test_runs_cover_every_token_once_in_order(lengths):
     runs = Boundaries.of(lengths).runs()
     assert [length for count, length in runs for _ in range(count)] == lengths
-    assert all(a[1] != b[1] for a, b in zip(runs, runs[1:], strict=False))  # neighbours of equal length share a run
+    assert all(a[1] != b[1] for a, b in pairwise(runs))  # neighbours of equal length share a run
 
 
 def test_the_padded_form_holds_the_same_tokens_whatever_their_ids():

@@ -152,6 +152,14 @@ def test_logits_that_are_not_those_of_the_head_are_refused():
         PolicyModel(model, packing=False)
 
 
+def test_an_adapter_on_the_output_head_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make("llama"), LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ModelError, match="an adapter that leaves it alone"):
+        PolicyModel(model)
+
+
 def test_the_model_generates_as_before_and_is_saved_without_a_trace(tmp_path):
     model = make("llama")
     ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])  # padded on the left: a mask that is lost would show
