@@ -62,15 +62,14 @@ def _record(step: int, group: Group, rollout: Rollout, advantage: float) -> dict
         "sampled_tokens": rollout.sampled_tokens,
         "seconds": rollout.seconds,
         "generator": rollout.generator,
-        "prompt": _opening(rollout.messages),
+        "prompt": _opening(rollout),
         "turns": [_turn(turn) for turn in rollout.turns],
     }
 
 
-def _opening(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The messages before the agent's first one; what follows is in the turns."""
-    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    return messages[:first]
+def _opening(rollout: Rollout) -> list[dict[str, str]]:
+    """The messages before the agent's first one, examples of others' included; what follows is in the turns."""
+    return rollout.messages[: len(rollout.messages) - 2 * len(rollout.turns)]
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
