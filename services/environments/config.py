@@ -24,11 +24,12 @@ class ToolboxConfig(BaseModel):
         default="terse",
         description="How it speaks: terse, for the demo's model, which reads characters; plain, for a language model.",
     )
+    operands: int = Field(default=3, description="Numbers in a query; each but the first takes one tool call.")
 
     @model_validator(mode="after")
     def _playable(self) -> ToolboxConfig:
         # Refuses what the task cannot be, with the fix.
-        Toolbox(self.level, self.max_turns, self.error_penalty, self.words)
+        Toolbox(self.level, self.max_turns, self.error_penalty, self.words, self.operands)
         return self
 
 
@@ -113,6 +114,7 @@ class EnvironmentConfig(BaseModel):
             "--max-turns": self.toolbox.max_turns,
             "--error-penalty": self.toolbox.error_penalty,
             "--words": self.toolbox.words,
+            "--operands": self.toolbox.operands,
             "--max-sessions": self.max_sessions * clients + 8,
         }
         arguments = [str(part) for pair in settings.items() for part in pair]

@@ -70,7 +70,7 @@ LEVELS: dict[str, dict[str, Op]] = {
 ANSWER = "ans"
 MAX_TEXT = 200  # characters; a longer action is refused as json_decode
 MAX_REFUSALS = 4  # refused turns in one demonstration: the most that an episode of five turns can go on from
-OPERANDS = 3  # numbers in a query, so OPERANDS - 1 tool calls and one answer solve it
+OPERANDS = 3  # numbers in a query where nothing else is said: one tool call less, and one answer, solve it
 
 _APPLY: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -142,18 +142,26 @@ class Toolbox:
     """One session of the environment. `reset` starts an episode, `step` takes one action text.
 
     A solved episode earns `1 - error_penalty * refused turns`, never below 0; one that answers wrongly or uses up
-    `max_turns` earns 0.
+    `max_turns` earns 0. A query has `operands` numbers.
     """
 
     def __init__(
-        self, level: str = "easy", max_turns: int = 5, error_penalty: float = 0.2, words: str = "terse"
+        self,
+        level: str = "easy",
+        max_turns: int = 5,
+        error_penalty: float = 0.2,
+        words: str = "terse",
+        operands: int = OPERANDS,
     ) -> None:
-        if max_turns < OPERANDS:
-            raise ValueError(f"max_turns={max_turns} is too few to solve any query; use {OPERANDS} or more")
+        if operands < 2:
+            raise ValueError(f"operands={operands} leaves nothing to compute; use 2 or more")
+        if max_turns < operands:
+            raise ValueError(f"max_turns={max_turns} is too few to solve any query; use {operands} or more")
         if error_penalty < 0:
             raise ValueError(f"error_penalty={error_penalty} would reward errors; use 0 or more")
         self.ops = level_ops(level)
         self.words = wording(words)
+        self.operands = operands
         self.max_turns = max_turns
         self.error_penalty = error_penalty
         self.names = {op.right for op in self.ops.values()} | {ANSWER}
@@ -164,7 +172,7 @@ class Toolbox:
 
     def reset(self, seed: int) -> str:
         """Start the episode of `seed` and return the user's query, `3+4*2` say. The same seed is the same query."""
-        query = _draw_query(self.ops, random.Random(seed))
+        query = _draw_query(self.ops, random.Random(seed), self.operands)
         self.progress = _Progress.of(query)
         self.turn = self.errors = 0
         self.done = False
@@ -293,9 +301,9 @@ def right_form(messages: list[dict[str, str]], level: str) -> str:
     return _form(_right_name(progress, level_ops(level)), len(progress.arguments))
 
 
-def _draw_query(ops: dict[str, Op], rng: random.Random) -> str:
-    numbers = [rng.randint(1, 9) for _ in range(OPERANDS)]
-    symbols = rng.choices(list(ops), weights=[op.weight for op in ops.values()], k=OPERANDS - 1)
+def _draw_query(ops: dict[str, Op], rng: random.Random, operands: int = OPERANDS) -> str:
+    numbers = [rng.randint(1, 9) for _ in range(operands)]
+    symbols = rng.choices(list(ops), weights=[op.weight for op in ops.values()], k=operands - 1)
     return str(numbers[0]) + "".join(f"{symbol}{number}" for symbol, number in zip(symbols, numbers[1:], strict=True))
 
 

@@ -34,10 +34,15 @@ class ToolboxEnvironment(Environment[ToolboxAction, ToolboxObservation, ToolboxS
     SUPPORTS_CONCURRENT_SESSIONS = True  # OpenEnv allows a single session otherwise
 
     def __init__(
-        self, level: str = "easy", max_turns: int = 5, error_penalty: float = 0.2, words: str = "terse"
+        self,
+        level: str = "easy",
+        max_turns: int = 5,
+        error_penalty: float = 0.2,
+        words: str = "terse",
+        operands: int = 3,
     ) -> None:
         super().__init__()
-        self.toolbox = Toolbox(level, max_turns, error_penalty, words)
+        self.toolbox = Toolbox(level, max_turns, error_penalty, words, operands)
         self._state = ToolboxState()
 
     def reset(
@@ -102,7 +107,12 @@ class AnnouncingServer(uvicorn.Server):
 def serve(arguments: argparse.Namespace) -> None:
     """Serve until a signal, or the end of the lifeline. OSError when the address is taken."""
     factory = functools.partial(
-        ToolboxEnvironment, arguments.level, arguments.max_turns, arguments.error_penalty, arguments.words
+        ToolboxEnvironment,
+        arguments.level,
+        arguments.max_turns,
+        arguments.error_penalty,
+        arguments.words,
+        arguments.operands,
     )
     factory()  # before anything listens, because settings that the task refuses must end the process with their reason
     # `session_timeout` stays unset: it would close the environment of a session that merely waits for the model.
@@ -134,6 +144,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--max-turns", type=int, default=5, help="actions before the episode ends unsolved")
     parser.add_argument("--error-penalty", type=float, default=0.2, help="reward lost per refused turn")
     parser.add_argument("--words", choices=sorted(WORDINGS), default="terse", help="how the toolbox speaks")
+    parser.add_argument("--operands", type=int, default=3, help="numbers in a query")
     parser.add_argument("--max-sessions", type=int, default=64, help="sessions at once")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     return parser.parse_args(arguments)

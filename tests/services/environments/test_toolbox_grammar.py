@@ -142,11 +142,30 @@ def test_step_needs_a_running_episode():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"level": "medium"}, "easy"), ({"max_turns": 2}, "use 3"), ({"error_penalty": -0.1}, "0 or more")],
+    [
+        ({"level": "medium"}, "easy"),
+        ({"max_turns": 2}, "use 3"),
+        ({"error_penalty": -0.1}, "0 or more"),
+        ({"operands": 1}, "2 or more"),
+        ({"operands": 6}, "use 6"),
+    ],
 )
 def test_impossible_settings_are_refused_with_advice(arguments, message):
     with pytest.raises(ValueError, match=message):
         Toolbox(**arguments)
+
+
+@pytest.mark.parametrize("operands", [2, 4])
+def test_a_query_of_n_numbers_takes_one_tool_call_less_and_an_answer(operands):
+    session = Toolbox("easy", operands=operands)
+    chat = [{"role": "user", "content": session.reset(3)}]
+    actions = 0
+    while not session.done:
+        action = oracle_action(chat, "easy")
+        outcome = session.step(action)
+        chat += [{"role": "assistant", "content": action}, {"role": "tool", "content": outcome.content}]
+        actions += 1
+    assert (actions, outcome.reward) == (operands, 1.0)
 
 
 def test_the_same_seed_is_the_same_query_in_every_session():
