@@ -3,12 +3,14 @@
 import asyncio
 
 import pytest
+import torch
 
 from actors.generator import GeneratorActor, GeneratorConfig
 from actors.weights_follower import WeightsFollower
 from mesh.binding import Binding, MemberRef, RoleTable
 from services.engines.engine import EngineConfig, WeightsError
 from services.environments.config import EnvironmentConfig
+from services.tuning import Merger, TuneConfig
 from services.weights.config import WeightsConfig
 
 LIMIT_S = 30.0
@@ -23,6 +25,7 @@ class Engine:
 
     async def update(self, version, tensors, partial):
         self.tried.append((version, tensors))
+        self.partial = partial
         if self.errors:
             raise self.errors.pop(0)
         self.version = version
@@ -41,6 +44,15 @@ class Trainer:
             await asyncio.sleep(0.001)
             return None
         return self.version, reader
+
+
+class Adapted(Trainer):
+    """Publishes an adapter of one layer."""
+
+    async def pull_newest(self, reader, lease, release, newer_than):
+        found = await super().pull_newest(reader, lease, release, newer_than)
+        layer = "base_model.model.layer.lora_"
+        return found and (self.version, {f"{layer}A.weight": torch.ones(1, 3), f"{layer}B.weight": torch.ones(2, 1)})
 
 
 def trainers_table(incarnation):
@@ -63,6 +75,28 @@ def test_a_version_that_could_not_be_loaded_is_asked_for_again_into_another_buff
         assert its_buffer is not another  # the first may be read by the engine yet
         assert actor._have_weights.is_set()
         assert actor.trouble == f"weights: {error}"
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_is_merged_into_the_initial_weights_before_it_is_loaded_beside_the_rest(monkeypatch):
+    async def scenario():
+        monkeypatch.setattr("actors.weights_follower.pull_newest", Adapted(version=4).pull_newest)
+        merger = Merger({"layer.weight": torch.full((2, 3), 5.0)}, scale=2.0)
+        monkeypatch.setattr(Merger, "of_model", lambda path, tune: merger if tune.kind == "lora" else None)
+        actor = GeneratorActor(
+            "g", GeneratorConfig(engine=EngineConfig()), "nowhere", "http://env", EnvironmentConfig(), WeightsConfig(),
+            seed=7, tune=TuneConfig(kind="lora"),
+        )  # fmt: skip
+        actor.engine = Engine()
+        following = asyncio.create_task(actor._follow())
+        await asyncio.wait_for(actor.engine.loaded.wait(), LIMIT_S)
+        following.cancel()
+        ((version, tensors),) = actor.engine.tried
+        assert version == 4
+        assert tensors.keys() == {"layer.weight"}
+        assert torch.equal(tensors["layer.weight"], torch.full((2, 3), 7.0))
+        assert actor.engine.partial is True
 
     asyncio.run(scenario())
 
