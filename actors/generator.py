@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 from monarch.actor import concurrent_endpoint
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from actors.weights_follower import WeightsFollower
 from mesh import roles
@@ -49,8 +49,15 @@ class GeneratorConfig(BaseModel):
         description="The GPU of each generator, as CUDA_VISIBLE_DEVICES names it (two may share one); empty: every "
         "generator sees all of them.",
     )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="The engine that generates.")
+    engine: EngineConfig = Field(
+        default_factory=EngineConfig, description="The engine that generates; its name alone is short for the section."
+    )
     episode: EpisodeConfig = Field(default_factory=EpisodeConfig, description="Limits and form of an episode.")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _by_its_name(cls, value: Any) -> Any:
+        return {"engine": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _a_device_for_each(self) -> GeneratorConfig:

@@ -23,7 +23,7 @@ class WeightsConfig(BaseModel):
     delta: Literal["auto", "off"] = Field(
         "auto",
         description="auto: a reader that has the version before fetches only what changed, where that is less than "
-        "half (bf16 weights, small steps). off: always everything, which on one host is as fast.",
+        "half (bf16 weights, small steps). off: always everything, which on one host is faster.",
     )
     slots: int = Field(2, ge=2, description="Versions kept in memory: the current one and those still being read.")
     max_lease_s: float = Field(

