@@ -4,8 +4,10 @@ import importlib.util
 import math
 
 import pytest
+import torch
 from launch_runs import metrics, milkweed, nothing_left
 
+from services.bundled import SMOLLM2, bundled_model
 from services.models import load_model, load_tokenizer
 
 pytestmark = [
@@ -56,7 +58,9 @@ def test_only_the_top_layers_travel(finished):
 
 def test_the_trained_model_is_an_ordinary_folder_and_nothing_is_left_running(finished):
     policy = str(finished / "checkpoints" / f"step-{STEPS}" / "policy")
-    assert load_tokenizer(policy).chat_template == load_tokenizer(policy).chat_template
-    model = load_model(policy)
-    assert (model.config.model_type, model.config.num_hidden_layers) == ("llama", 30)
+    initial = str(bundled_model(SMOLLM2))
+    assert load_tokenizer(policy).chat_template == load_tokenizer(initial).chat_template
+    before, after = load_model(initial).state_dict(), load_model(policy).state_dict()
+    moved = {name.split(".layers.")[-1].split(".")[0] for name in after if not torch.equal(after[name], before[name])}
+    assert moved == {"model", *map(str, range(22, 30))}  # "model" is of model.norm.weight
     assert nothing_left(finished)

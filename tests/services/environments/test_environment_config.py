@@ -41,7 +41,7 @@ def test_settings_that_cannot_work_are_refused_with_advice(settings: dict[str, o
 
 def test_the_server_command_carries_the_settings_and_room_for_every_client() -> None:
     config = EnvironmentConfig(
-        toolbox=ToolboxConfig(level="hard", max_turns=7, error_penalty=0.5, words="plain"), max_sessions=10
+        toolbox=ToolboxConfig(level="hard", max_turns=7, error_penalty=0.5, words="plain", operands=4), max_sessions=10
     )
     command = config.server_command(host="0.0.0.0", port=8123, clients=3)
     options = dict(zip(command[4:-1:2], command[5:-1:2], strict=True))
@@ -54,6 +54,7 @@ def test_the_server_command_carries_the_settings_and_room_for_every_client() -> 
         "--max-turns": "7",
         "--error-penalty": "0.5",
         "--words": "plain",
+        "--operands": "4",
     }
 
 
