@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from launch.models import initial_model
 
     config = load_config(arguments.config, arguments.set)
-    _check_engine(config)
+    _check_packages(config)
     model = initial_model(config)
     _check_teachers(config)
     run = RunFolder(config.run.root, config.run.name)
@@ -106,7 +106,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
     run = find_run(arguments.run, arguments.root)
     config = validated(run.read_config(), str(run.config), arguments.set)
-    _check_engine(config)
+    _check_packages(config)
     _check_teachers(config)
     latest = Checkpoints(run.checkpoints).latest()
     if latest is not None and latest.step >= config.trainer.steps:
@@ -117,10 +117,12 @@ def _resume(arguments: argparse.Namespace) -> int:
     return _drive(config, run, initial_model(config))
 
 
-def _check_engine(config: Config) -> None:
-    """Refuse an engine whose package is not there, or does not load here."""
+def _check_packages(config: Config) -> None:
+    """Refuse an engine or an adapter whose package is not there, or does not load here."""
     from services.engines.vllm_package import require_vllm
+    from services.tuning import check_installed
 
+    check_installed(config.tune)
     local = config.replay.beta and config.teachers.backend == "vllm"
     if config.generator.engine.engine == "vllm" or local:
         try:

@@ -15,6 +15,7 @@ LoRA: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", https://a
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -66,6 +67,12 @@ class TuneConfig(BaseModel):
         if self.targets == []:
             raise ValueError('tune.targets is empty, so nothing would be trained: name layers, or use "all-linear"')
         return self
+
+
+def check_installed(config: TuneConfig) -> None:
+    """TuneError, with the extra to install, when a package that this kind needs is not there."""
+    if config.kind == "lora" and importlib.util.find_spec("peft") is None:
+        raise TuneError("tune.kind = \"lora\" needs the package peft: pip install 'milkweed[lora]'")
 
 
 def prepare(model: Any, config: TuneConfig) -> Any:
@@ -179,11 +186,10 @@ class Merger:
 
 
 def _with_adapter(model: Any, config: TuneConfig) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.lora import Linear, LoraLayer
-    except ImportError as error:
-        raise TuneError(f"tune.kind = \"lora\" needs peft ({error}): pip install 'milkweed[lora]'") from None
+    check_installed(config)
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import Linear, LoraLayer
+
     settings = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.rank,

@@ -1,7 +1,7 @@
 """What is trained and published under each kind of tuning, and that readers and checkpoints get the same policy."""
 
-import builtins
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from services.engines.engine import EngineConfig
 from services.engines.transformers_engine import TransformersEngine
 from services.models import load_model
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
-from services.tuning import Merger, TuneConfig, TuneError, merged, prepare, published, save_policy
+from services.tuning import Merger, TuneConfig, TuneError, check_installed, merged, prepare, published, save_policy
 
 LORA = TuneConfig(kind="lora", rank=4, alpha=12)
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -187,16 +187,11 @@ def test_other_architectures_have_top_layers_too():
 
 
 def test_a_missing_package_is_named_with_the_extra(initial, monkeypatch):
-    real = builtins.__import__
-
-    def without_peft(name, *args, **kwargs):
-        if name.partition(".")[0] == "peft":
-            raise ImportError("No module named 'peft'")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_peft)
-    with pytest.raises(TuneError, match=r"needs peft .*: pip install 'milkweed\[lora\]'"):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name))
+    with pytest.raises(TuneError, match=r"needs the package peft: pip install 'milkweed\[lora\]'"):
         prepare(initial, LORA)
+    check_installed(TuneConfig())
 
 
 @pytest.mark.parametrize(
