@@ -255,6 +255,9 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def weights(self, newer_than: int, wait_s: float) -> WeightsRef | None:
+        if not hasattr(self, "publisher"):  # it is still loading
+            await asyncio.sleep(min(wait_s, 1.0))
+            return None
         return await self.publisher.lease_newer(newer_than, wait_s)
 
     @concurrent_endpoint

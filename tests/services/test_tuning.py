@@ -170,7 +170,8 @@ def test_peft_loads_the_adapter_of_a_checkpoint_on_the_initial_model(initial, fo
 
 def test_layers_that_cannot_be_merged_or_do_not_exist_are_refused(initial):
     other = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=20))
-    with pytest.warns(UserWarning), pytest.raises(TuneError, match=r"c_attn is no plain linear layer.*set tune.kind = \"top_layers\""):
+    refusal = pytest.raises(TuneError, match=r"c_attn is no plain linear layer.*set tune.kind = \"top_layers\"")
+    with pytest.warns(UserWarning, match="fan_in_fan_out"), refusal:
         prepare(other, TuneConfig(kind="lora", targets=["c_attn"]))
     with pytest.raises(TuneError, match=r"tune.targets: .*nowhere"):
         prepare(initial, TuneConfig(kind="lora", targets=["nowhere"]))
