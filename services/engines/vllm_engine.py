@@ -21,12 +21,14 @@ import math
 import os
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import set_num_threads  # by its own name: vLLM puts a function in its place that does nothing
 
 from mesh.messages import VersionSpan
 from services.engines.engine import (
@@ -80,8 +82,9 @@ class VLLMEngine:
     """
 
     def __init__(self, model_path: str, config: EngineConfig, version: int = 0) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        self._threads = config.threads or torch.get_num_threads()
+        self._settled: int | None = None  # the thread that was last told of them
+        self._settle()
         if current_platform.device_type != config.device:
             raise EngineError(
                 f'device is "{config.device}", but the vLLM here runs on "{current_platform.device_type}": set '
@@ -169,6 +172,7 @@ class VLLMEngine:
         self._need_weights()
         if not self._running:
             return []
+        self._settle()
         finished = []
         for output in self._vllm.step():
             row, (completion,) = self._running[output.request_id], output.outputs
@@ -182,6 +186,15 @@ class VLLMEngine:
             self.reset_cache()
             self._rpc(vllm_worker.zero_cache)
         return finished
+
+    def _settle(self) -> None:
+        """Set the number of OpenMP threads, which every thread has for itself, in the one that calls.
+
+        vLLM plans a step's attention before the first kernel of that step would set it, and refuses another number.
+        """
+        if self._settled != threading.get_ident():
+            set_num_threads(self._threads)
+            self._settled = threading.get_ident()
 
     def _append(self, row: _Row, completion: Any) -> Generation | None:
         """Add what was sampled to its row; the generation if that finished it."""

@@ -314,6 +314,11 @@ def test_an_inline_teacher_speaks_with_the_weights_it_has_when_the_step_begins(m
 # ---- reports ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_trainer_that_still_loads_has_no_weights_to_give_yet(model_path, tmp_path):
+    actor = make_trainer(model_path, tmp_path)
+    assert asyncio.run(endpoint(actor, "weights")(-1, 0.01)) is None
+
+
 def test_reports_say_when_their_step_ended_and_which_trainer_made_them(model_path, tmp_path):
     began = time.time()
     first, second = (make_trainer(model_path, tmp_path / name) for name in ("a", "b"))
