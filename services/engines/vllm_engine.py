@@ -83,8 +83,7 @@ class VLLMEngine:
 
     def __init__(self, model_path: str, config: EngineConfig, version: int = 0) -> None:
         self._threads = config.threads or torch.get_num_threads()
-        self._settled: int | None = None  # the thread that was last told of them
-        self._settle()
+        set_num_threads(self._threads)
         if current_platform.device_type != config.device:
             raise EngineError(
                 f'device is "{config.device}", but the vLLM here runs on "{current_platform.device_type}": set '
@@ -172,7 +171,9 @@ class VLLMEngine:
         self._need_weights()
         if not self._running:
             return []
-        self._settle()
+        # Every thread has a number of OpenMP threads of its own. vLLM plans a step's attention before the first kernel of
+        # the step would set it, and then refuses to run with another.
+        set_num_threads(self._threads)
         finished = []
         for output in self._vllm.step():
             row, (completion,) = self._running[output.request_id], output.outputs
@@ -186,15 +187,6 @@ class VLLMEngine:
             self.reset_cache()
             self._rpc(vllm_worker.zero_cache)
         return finished
-
-    def _settle(self) -> None:
-        """Set the number of OpenMP threads, which every thread has for itself, in the one that calls.
-
-        vLLM plans a step's attention before the first kernel of that step would set it, and refuses another number.
-        """
-        if self._settled != threading.get_ident():
-            set_num_threads(self._threads)
-            self._settled = threading.get_ident()
 
     def _append(self, row: _Row, completion: Any) -> Generation | None:
         """Add what was sampled to its row; the generation if that finished it."""
