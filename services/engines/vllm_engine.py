@@ -21,7 +21,6 @@ import math
 import os
 import random
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -171,8 +170,8 @@ class VLLMEngine:
         self._need_weights()
         if not self._running:
             return []
-        # Every thread has a number of OpenMP threads of its own. vLLM plans a step's attention before the first kernel of
-        # the step would set it, and then refuses to run with another.
+        # Every thread has a number of OpenMP threads of its own. vLLM plans a step's attention before the first kernel
+        # of the step would set it, and then refuses to run with another.
         set_num_threads(self._threads)
         finished = []
         for output in self._vllm.step():
