@@ -59,10 +59,12 @@ class TeacherPoolConfig(BaseModel):
 
     @model_validator(mode="after")
     def _one_set_of_teachers(self) -> TeacherPoolConfig:
-        if self.backend in ("local", "vllm") and self.pool.teachers != default_teachers():
-            raise ValueError('teachers.pool.teachers are for backend "http": set teachers.backend = "http" to ask them')
         votes = {"local": ("local.count", self.local.count), "vllm": ("vllm.samples", self.vllm.samples)}
-        setting, most = votes.get(self.backend, ("pool.teachers", len(self.pool.teachers)))
+        if self.backend not in votes:
+            return self
+        if self.pool.teachers != default_teachers():
+            raise ValueError('teachers.pool.teachers are for backend "http": set teachers.backend = "http" to ask them')
+        setting, most = votes[self.backend]
         if self.pool.agreement_threshold > most:
             raise ValueError(
                 f"teachers.pool.agreement_threshold {self.pool.agreement_threshold} exceeds teachers.{setting} "

@@ -7,7 +7,7 @@ a lock: a step runs under one version from its first kernel to its last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -147,6 +147,14 @@ def check_positions(model_config: Any, max_length: int) -> None:
         raise ValueError(
             f"max_length is {max_length}, but the model knows {limit} positions; lower generator.engine.max_length"
         )
+
+
+def check_room(request: GenerationRequest, running: Collection[str], capacity: int) -> None:
+    """ValueError when a request of this id is among the `running`, EngineError when those fill all places."""
+    if request.id in running:
+        raise ValueError(f"request {request.id} is running already; give every request its own id")
+    if len(running) >= capacity:
+        raise EngineError(f"all {capacity} places are taken; submit {request.id} after a step frees one")
 
 
 def check_fits(request: GenerationRequest, max_length: int, vocab_size: int) -> None:

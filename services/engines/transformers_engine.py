@@ -31,6 +31,7 @@ from services.engines.engine import (
     GenerationRequest,
     check_fits,
     check_positions,
+    check_room,
     cover,
 )
 from services.engines.kv_slots import KVSlots
@@ -105,10 +106,7 @@ class TransformersEngine:
     def submit(self, request: GenerationRequest) -> None:
         self._need_weights()
         check_fits(request, self._config.max_length, self._vocab_size)
-        if request.id in self._running:
-            raise ValueError(f"request {request.id} is running already; give every request its own id")
-        if len(self._running) >= self.capacity:
-            raise EngineError(f"all {self.capacity} places are taken; submit {request.id} after a step frees one")
+        check_room(request, self._running, self.capacity)
         slot, cached = self._take_slot(request.prompt_ids)
         rng = self._rng if request.seed is None else random.Random(request.seed)
         self._running[request.id] = _Row(request, slot, list(request.prompt_ids), cached, cached, rng)

@@ -39,6 +39,7 @@ from services.engines.engine import (
     GenerationRequest,
     check_fits,
     check_positions,
+    check_room,
     cover,
 )
 from services.engines.vllm_package import import_vllm
@@ -136,10 +137,7 @@ class VLLMEngine:
             raise ValueError(
                 f"request {request.id}: temperature is {request.temperature}, but vLLM samples at {low} to {high}"
             )
-        if request.id in self._running:
-            raise ValueError(f"request {request.id} is running already; give every request its own id")
-        if len(self._running) >= self.capacity:
-            raise EngineError(f"all {self.capacity} places are taken; submit {request.id} after a step frees one")
+        check_room(request, self._running, self.capacity)
         self._vllm.add_request(request.id, tokens_input(list(request.prompt_ids)), self._sampling(request))
         self._running[request.id] = _Row(request)
 

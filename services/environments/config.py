@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from services.environments.toolbox.grammar import Toolbox
+from services.environments.toolbox.grammar import OPERANDS, Toolbox
 
 TOOLBOX_HINTS = "services.environments.toolbox.hints"
 
@@ -24,7 +24,7 @@ class ToolboxConfig(BaseModel):
         default="terse",
         description="How it speaks: terse, for the demo's model, which reads characters; plain, for a language model.",
     )
-    operands: int = Field(default=3, description="Numbers in a query; each but the first takes one tool call.")
+    operands: int = Field(default=OPERANDS, description="Numbers in a query; each but the first takes one tool call.")
 
     @model_validator(mode="after")
     def _playable(self) -> ToolboxConfig:

@@ -21,7 +21,7 @@ import uvicorn
 from openenv.core import Environment, create_app
 
 from services.environments.process import watch_lifeline
-from services.environments.toolbox.grammar import LEVELS, Outcome, Toolbox
+from services.environments.toolbox.grammar import LEVELS, OPERANDS, Outcome, Toolbox
 from services.environments.toolbox.models import ToolboxAction, ToolboxObservation, ToolboxState
 from services.environments.toolbox.wording import WORDINGS
 
@@ -39,7 +39,7 @@ class ToolboxEnvironment(Environment[ToolboxAction, ToolboxObservation, ToolboxS
         max_turns: int = 5,
         error_penalty: float = 0.2,
         words: str = "terse",
-        operands: int = 3,
+        operands: int = OPERANDS,
     ) -> None:
         super().__init__()
         self.toolbox = Toolbox(level, max_turns, error_penalty, words, operands)
@@ -144,7 +144,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--max-turns", type=int, default=5, help="actions before the episode ends unsolved")
     parser.add_argument("--error-penalty", type=float, default=0.2, help="reward lost per refused turn")
     parser.add_argument("--words", choices=sorted(WORDINGS), default="terse", help="how the toolbox speaks")
-    parser.add_argument("--operands", type=int, default=3, help="numbers in a query")
+    parser.add_argument("--operands", type=int, default=OPERANDS, help="numbers in a query")
     parser.add_argument("--max-sessions", type=int, default=64, help="sessions at once")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     return parser.parse_args(arguments)
