@@ -17,10 +17,11 @@ from typing import Any
 from monarch.actor import concurrent_endpoint
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from actors.following import buffer_of, trainer_name
 from actors.weights_follower import WeightsFollower
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import NO_ANSWER, BindingError
+from mesh.binding import NO_ANSWER, Binding, BindingError
 from mesh.messages import Lease, Rollout, Task
 from services.engines.engine import VLLM_TEMPERATURES, EngineConfig, EngineError, WeightsError
 from services.engines.factory import make_engine
@@ -96,9 +97,16 @@ class GeneratorActor(MeshActor):
         seed: int,
         score_limit_s: float = 60.0,
         tune: TuneConfig | None = None,
+        number: int = 0,
+        replicas: int = 1,
     ) -> None:
-        """`seed` and `tune` are the run's. `score_limit_s`: longest wait for a rewarder, its queue included."""
+        """`seed` and `tune` are the run's. `score_limit_s`: longest wait for a rewarder, its queue included.
+
+        `number`: which generator it is, of those of `replicas` trainers.
+        """
         super().__init__(name, roles=("rollout_buffer", "rewarder", "trainer"))
+        self.number, self.replicas = number, replicas
+        self.trainer = trainer_name(number % replicas)  # whose weights it has, and for whose buffer it plays
         self.config, self.model_path = config, model_path
         self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
         self.seed = config.engine.seed if config.engine.seed is not None else seed
@@ -140,14 +148,15 @@ class GeneratorActor(MeshActor):
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            await self._give_back()
+            await self._give_back(sorted(self._leases))
 
     async def teardown(self) -> None:
         if self.engine is not None:
             await self.engine.stop()
 
     def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"episodes": len(self._episodes), "trouble": self.trouble, **self.counts}
+        figures: dict[str, Any] = {"episodes": len(self._episodes), "trainer": self.trainer, "trouble": self.trouble}
+        figures |= self.counts
         if self.engine is not None:
             stats = self.engine.stats()
             figures |= {
@@ -167,10 +176,12 @@ class GeneratorActor(MeshActor):
     # ---- weights -------------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Keep the engine at the trainer's newest version. A failed update keeps the old one in use."""
+        """Keep the engine at the newest version of the trainer it follows. A failed update keeps the old one in use."""
         assert self.engine is not None
         merge = await asyncio.to_thread(Merger.of_model, self.model_path, self.tune)
-        follower = WeightsFollower(self.bindings["trainer"], self.weights_config, merge=merge)
+        follower = WeightsFollower(
+            self.bindings["trainer"], self.weights_config, merge=merge, number=self.number, replicas=self.replicas
+        )
         partial = self.tune.kind != "full"  # what is not trained the engine has from the initial model
         while True:
             try:
@@ -178,9 +189,12 @@ class GeneratorActor(MeshActor):
                 if tensors is None:
                     continue
                 self.pulled = follower.last
+                if follower.trainer != self.trainer:
+                    await self._leave()
                 began = time.monotonic()
                 await self.engine.update(follower.version, tensors, partial=partial)
                 self.update_s = time.monotonic() - began
+                self.trainer = follower.trainer
                 self._have_weights.set()
             except (BindingError, VersionGone, RegionError, WeightsError, TimeoutError) as error:
                 # Tried again, until a version is loaded; until then episodes go on with the weights in use. A newer
@@ -189,13 +203,24 @@ class GeneratorActor(MeshActor):
                 self.trouble = f"weights: {error}"
                 await asyncio.sleep(0.5)
 
+    async def _leave(self) -> None:
+        """End what is played for the trainer followed so far: a rollout has tokens of one trainer's versions only."""
+        self._have_weights.clear()
+        episodes = list(self._episodes)
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.gather(*episodes, return_exceptions=True)
+        await self._give_back(sorted(self._leases))
+        self._leases.clear()
+
     # ---- episodes ------------------------------------------------------------------------------------------------
 
     async def _play(self, tasks: asyncio.TaskGroup) -> None:
         """Keep every place filled with an episode. EngineError once the engine is dead."""
         assert self.engine is not None
-        await self._have_weights.wait()
         while True:
+            await self._have_weights.wait()
+            trainer, buffer = self.trainer, self._buffer
             free = self.config.episodes - len(self._episodes)
             if free == 0:
                 await asyncio.wait(self._episodes, return_when=asyncio.FIRST_COMPLETED)
@@ -204,28 +229,35 @@ class GeneratorActor(MeshActor):
             if engine.dead:
                 raise EngineError(f"the engine died ({engine.dead})")
             try:
-                buffer = self.bindings["rollout_buffer"]
                 claim, holding = roles.RolloutBuffer.claim, sorted(self._leases)
                 leases = await buffer.call(claim, self.name, engine.version, free, holding, 1.0)
             except NO_ANSWER as error:  # an answer that says what is broken ends the actor: it would come again
                 self.trouble = f"claim: {error}"
                 await asyncio.sleep(0.5)
                 continue
+            if trainer != self.trainer or not self._have_weights.is_set():  # it left that trainer meanwhile
+                await self._give_back([lease.id for lease in leases], buffer)
+                continue
             for lease in leases:
                 self._leases.add(lease.id)
-                episode = tasks.create_task(self._episode(lease))
+                episode = tasks.create_task(self._episode(lease, buffer))
                 self._episodes.add(episode)
                 episode.add_done_callback(self._episodes.discard)
 
-    async def _episode(self, lease: Lease) -> None:
-        """One rollout, from its lease to the buffer. What the runner raises ends the actor."""
+    @property
+    def _buffer(self) -> Binding[Any]:
+        """The rollout buffer of the trainer that is followed."""
+        return self.bindings["rollout_buffer"].only(buffer_of(self.trainer))
+
+    async def _episode(self, lease: Lease, buffer: Binding[Any]) -> None:
+        """One rollout, from its lease to the buffer that gave it. What the runner raises ends the actor."""
         rollout = await self.runner.run(lease)
         self.counts[rollout.status] += 1
         self.counts["tokens"] += rollout.sampled_tokens
         if rollout.status != "failed":
             rollout = await self._score(rollout)
         try:
-            taken = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.put, rollout)
+            taken = await buffer.call(roles.RolloutBuffer.put, rollout)
             self.counts["refused"] += not taken
         except NO_ANSWER as error:
             # No longer held, the lease is free again with the next claim, so nothing but this work is lost.
@@ -233,16 +265,15 @@ class GeneratorActor(MeshActor):
             self.trouble = f"{lease.rollout_id}: {error}"
         self._leases.discard(lease.id)
 
-    async def _give_back(self) -> None:
+    async def _give_back(self, leases: list[str], buffer: Binding[Any] | None = None) -> None:
         """Return the leases of episodes that ended early: their tasks need not wait for the leases to expire."""
-        if not self._leases:
+        if not leases:
             return
-        buffer = self.bindings["rollout_buffer"]
         try:
             async with asyncio.timeout(GIVE_BACK_S):
-                await buffer.call(roles.RolloutBuffer.abandon, sorted(self._leases), f"{self.name} ended")
+                await (buffer or self._buffer).call(roles.RolloutBuffer.abandon, leases, f"{self.name} ended them")
         except (BindingError, TimeoutError) as error:
-            self.trouble = f"giving back {len(self._leases)} leases: {error or f'no answer in {GIVE_BACK_S:g} s'}"
+            self.trouble = f"giving back {len(leases)} leases: {error or f'no answer in {GIVE_BACK_S:g} s'}"
 
     async def _score(self, rollout: Rollout) -> Rollout:
         try:

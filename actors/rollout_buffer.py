@@ -20,6 +20,7 @@ from monarch.actor import concurrent_endpoint
 from mesh.actor import MeshActor
 from mesh.messages import DelayedReward, Lease, Rollout, TrainBatch
 from services.rollouts.buffer import BufferConfig, RolloutBuffer
+from services.runs.folder import of_replica
 from services.telemetry.rollout_log import write_rollouts
 
 T = TypeVar("T")
@@ -32,8 +33,18 @@ class Starved(Exception):
 class RolloutBufferActor(MeshActor):
     """Endpoints of `mesh.roles.RolloutBuffer`. What they look for may not be there yet; here callers wait for it."""
 
-    def __init__(self, name: str, config: BufferConfig, seed: int, run_dir: str, sample_every: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: BufferConfig,
+        seed: int,
+        run_dir: str,
+        sample_every: int,
+        replica: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`replica`: of which trainer, of how many."""
         super().__init__(name)
+        self.replica = replica
         self.config, self.seed, self.run_dir, self.sample_every = config, seed, Path(run_dir), sample_every
         self.buffer: RolloutBuffer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -46,7 +57,8 @@ class RolloutBufferActor(MeshActor):
         await self._work(self._open)
 
     def _open(self) -> None:
-        self.buffer = RolloutBuffer.open(self.run_dir / "buffer", self.config, self.seed)
+        folder = of_replica(self.run_dir / "buffer", self.replica[0])
+        self.buffer = RolloutBuffer.open(folder, self.config, self.seed, replica=self.replica)
 
     async def run(self) -> None:
         """Look after leases and accounts. Starved when generators work, and nothing that can be trained comes back."""
@@ -129,7 +141,7 @@ class RolloutBufferActor(MeshActor):
             if batch_id > self._logged and batch_id % self.sample_every == 0:
                 self._logged = batch_id
                 with self.busy:
-                    await asyncio.to_thread(write_rollouts, self.run_dir, batch_id, batch.groups, 2)
+                    await asyncio.to_thread(write_rollouts, self.run_dir, batch_id, batch.groups, 2, self.replica[0])
         return batch
 
     @concurrent_endpoint
@@ -143,6 +155,11 @@ class RolloutBufferActor(MeshActor):
         self._logged = min(self._logged, step - 1)  # the samples of the abandoned course are written anew
         self._wake()
         return rewound
+
+    @concurrent_endpoint
+    async def advance(self, step: int) -> None:
+        await self._work(lambda: self.buffer.advance(step))
+        self._wake()
 
     @concurrent_endpoint
     async def save(self, path: str, step: int) -> dict[str, Any]:

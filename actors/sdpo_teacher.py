@@ -64,9 +64,11 @@ class SDPOTeacherActor(MeshActor):
         environment: EnvironmentConfig,
         weights: WeightsConfig,
         tune: TuneConfig | None = None,
+        replicas: int = 1,
     ) -> None:
-        """`tune`: the trainer's."""
+        """`tune`: the trainer's. `replicas`: how many trainers there are; it has the weights of one of them."""
         super().__init__(name, roles=("trainer",))
+        self.replicas = replicas
         self.config, self.model_path, self.tune = config, model_path, tune or TuneConfig()
         self.environment_url, self.environment, self.weights_config = environment_url, environment, weights
         self.counts = {"requests": 0, "contexts": 0, "probes": 0, "superseded": 0}
@@ -91,7 +93,9 @@ class SDPOTeacherActor(MeshActor):
         follows = self.config.weights != "initial"
         merge = await asyncio.to_thread(Merger.of_model, self.model_path, self.tune) if follows else None
         # Version 0 is what it starts with.
-        follower = WeightsFollower(self.bindings["trainer"], self.weights_config, version=0, merge=merge)
+        follower = WeightsFollower(
+            self.bindings["trainer"], self.weights_config, version=0, merge=merge, replicas=self.replicas
+        )
         while not self.finishing.is_set():
             self.store.expire()
             if not follows:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from monarch.actor import concurrent_endpoint
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from actors.following import buffer_name
 from mesh import roles
 from mesh.actor import MeshActor
-from mesh.binding import NO_ANSWER
+from mesh.binding import NO_ANSWER, Binding
 from mesh.messages import DelayedReward, Rollout, TraceState
 from services.engines import EngineLoop
 from services.teachers.budget import Budget
@@ -106,15 +107,23 @@ class TeacherPoolActor(MeshActor):
     """Endpoints of `mesh.roles.TeacherPool`."""
 
     def __init__(
-        self, name: str, config: TeachersConfig, ledger_path: str, vllm: VLLMTeacherConfig | None = None
+        self,
+        name: str,
+        config: TeachersConfig,
+        ledger_path: str,
+        vllm: VLLMTeacherConfig | None = None,
+        replicas: int = 1,
     ) -> None:
-        """`vllm`: the model in this process that gives all answers; None asks the teachers over HTTP."""
+        """`vllm`: the model in this process that gives all answers; None asks the teachers over HTTP.
+
+        `replicas`: trainers, whose rollout buffers it serves alike.
+        """
         super().__init__(name, roles=("rollout_buffer",))
+        self.replicas = replicas
         self.config, self.ledger_path, self.vllm = config, Path(ledger_path), vllm
         self.engine: EngineLoop | None = None
         self.counts = {"rollouts": 0, "states": 0, "answers": 0, "errors": 0, "pairs": 0, "from_ledger": 0}
         self.trouble = ""
-        self._replays: set[asyncio.Task[None]] = set()
 
     async def setup(self) -> None:
         self.budget = Budget(self.config.max_total_usd)
@@ -148,30 +157,32 @@ class TeacherPoolActor(MeshActor):
         """Replay until told to finish; what is under way then is brought to its end, since its calls are paid for."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._refill(tasks)
+                buffers = [self.bindings["rollout_buffer"].only(buffer_name(r)) for r in range(self.replicas)]
+                await asyncio.gather(*[self._refill(tasks, buffer) for buffer in buffers])
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _refill(self, tasks: asyncio.TaskGroup) -> None:
+    async def _refill(self, tasks: asyncio.TaskGroup, buffer: Binding[Any]) -> None:
         """Keep every place filled: a rollout that waits for a slow teacher keeps its own place, not the others'."""
+        replays: set[asyncio.Task[None]] = set()
         while not self.finishing.is_set():
-            free = ROLLOUTS_AT_ONCE - len(self._replays)
+            free = max(1, ROLLOUTS_AT_ONCE // self.replicas) - len(replays)
             if free == 0:
-                await asyncio.wait(self._replays, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(replays, return_when=asyncio.FIRST_COMPLETED)
                 continue
             try:
-                rollouts = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.to_replay, free, 1.0)
+                rollouts = await buffer.call(roles.RolloutBuffer.to_replay, free, 1.0)
             except NO_ANSWER as error:
                 self.trouble = f"to_replay: {error}"
                 await asyncio.sleep(0.5)
                 continue
             for rollout in rollouts:
-                replay = tasks.create_task(self._replay(rollout))
-                self._replays.add(replay)
-                replay.add_done_callback(self._replays.discard)
+                replay = tasks.create_task(self._replay(rollout, buffer))
+                replays.add(replay)
+                replay.add_done_callback(replays.discard)
 
-    async def _replay(self, rollout: Rollout) -> None:
-        """Ask about every failing turn of one rollout, and deliver the pairs."""
+    async def _replay(self, rollout: Rollout, buffer: Binding[Any]) -> None:
+        """Ask about every failing turn of one rollout, and deliver the pairs to the buffer that it came from."""
         states = replay_states(rollout)
         with self.busy:
             results = await replay_trace(states, self.config.teachers, client=self.client)
@@ -193,13 +204,13 @@ class TeacherPoolActor(MeshActor):
             pairs=attach_exact_ids(pairs, rollout),
             cost_usd=sum(result.cost_usd for result in results),
         )
-        await self._deliver(delayed)
+        await self._deliver(delayed, buffer)
 
-    async def _deliver(self, delayed: DelayedReward) -> None:
+    async def _deliver(self, delayed: DelayedReward, buffer: Binding[Any]) -> None:
         """Tell the buffer, however long it is away: a rollout is lent for replay only a few times."""
         while True:
             try:
-                await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.delayed, delayed)
+                await buffer.call(roles.RolloutBuffer.delayed, delayed)
                 return
             except NO_ANSWER as error:
                 self.trouble = f"{delayed.rollout_id}: {error}"

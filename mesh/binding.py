@@ -12,7 +12,7 @@ import asyncio
 import pickle
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -124,12 +124,29 @@ class Binding(Generic[RoleT]):
     table: RoleTable | None = None
     patience_s: float = 60.0
     counts: CallCounts = field(default_factory=CallCounts)
+    member: str | None = None  # of a binding to whoever fills this one place of the role; None: to all of them
     _load: dict[tuple[str, int], _Load] = field(default_factory=dict)
+    _only: dict[str, Binding[RoleT]] = field(default_factory=dict)
 
     @classmethod
     def to(cls, member: MemberRef) -> Binding[RoleT]:
         """To this one actor, for calls that are meant for it and for nobody else of its role."""
         return cls(member.name, RoleTable(member.name, (member,)), patience_s=0)
+
+    def only(self, member: str, patience_s: float | None = None) -> Binding[RoleT]:
+        """To whoever fills this one place of the role, now and after it was placed again; it follows this binding."""
+        if member not in self._only:
+            patience_s = self.patience_s if patience_s is None else patience_s
+            one: Binding[RoleT] = Binding(self.role, patience_s=patience_s, counts=self.counts, member=member)
+            if self.table is not None:
+                one.update(self.table)
+            self._only[member] = one
+        return self._only[member]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The members that play the role now."""
+        return tuple(member.name for member in self.table.members) if self.table else ()
 
     @property
     def bound(self) -> bool:
@@ -146,6 +163,10 @@ class Binding(Generic[RoleT]):
             raise ValueError(f"a table of role {table.role!r} was given to the binding of {self.role!r}")
         if self.table is not None and table.revision < self.table.revision:
             return False
+        for one in self._only.values():
+            one.update(table)
+        if self.member is not None:
+            table = replace(table, members=tuple(m for m in table.members if m.name == self.member))
         self.table = table
         alive = {(m.name, m.incarnation) for m in table.members}
         self._load = {key: load for key, load in self._load.items() if key in alive or load.in_flight}
@@ -204,7 +225,8 @@ class Binding(Generic[RoleT]):
                 return member
             if now >= give_up_at:
                 state = f"its {len(members)} member(s) died or hang" if members else "it has no member"
-                raise NoMember(f"{self.role}.{endpoint}: {state}, and no other came within {self.patience_s:.0f} s")
+                who = self.member or self.role
+                raise NoMember(f"{who}.{endpoint}: {state}, and no other came within {self.patience_s:.0f} s")
             await asyncio.sleep(_POLL_S)
 
     async def _attempt(self, member: MemberRef, endpoint: str, limit_s: float, args: Any, kwargs: Any) -> Any:

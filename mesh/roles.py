@@ -133,6 +133,11 @@ class RolloutBuffer(Member, Protocol):
         ...
 
     @contract(60.0, retry=True)
+    def advance(self, step: int) -> Awaitable[None]:
+        """The trainer healed from a peer that stands at `step`: the batches before it are not its own to train."""
+        ...
+
+    @contract(60.0, retry=True)
     def save(self, path: str, step: int) -> Awaitable[dict[str, Any]]:
         """Write the state as of the frontier `step` (batches < step are trained) into the folder `path`."""
         ...
@@ -237,6 +242,10 @@ class TeacherPool(Member, Protocol):
         ...
 
 
+class Lighthouse(Member, Protocol):
+    """Where trainer replicas learn who takes part in a sync. They find it by its address, not by a binding."""
+
+
 ROLES: dict[str, type] = {
     "rollout_buffer": RolloutBuffer,
     "rewarder": Rewarder,
@@ -244,6 +253,7 @@ ROLES: dict[str, type] = {
     "trainer": Trainer,
     "generator": Generator,
     "teachers": TeacherPool,
+    "lighthouse": Lighthouse,
 }
 
 # Of members that may span several procs: what the actors beside the first are asked by it, and by nobody else.

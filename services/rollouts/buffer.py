@@ -40,24 +40,35 @@ class RolloutBuffer:
     """Made by `RolloutBuffer.open`, or from a checkpoint by `RolloutBuffer.load`."""
 
     def __init__(
-        self, config: BufferConfig, state: BufferState, journal: Journal, time_fn: Callable[[], float] = DEFAULT_CLOCK
+        self,
+        config: BufferConfig,
+        state: BufferState,
+        journal: Journal,
+        time_fn: Callable[[], float] = DEFAULT_CLOCK,
+        replica: tuple[int, int] = (0, 1),
     ) -> None:
         self.config = config
         self.refusals: deque[str] = deque(maxlen=16)  # the last reasons why something was not accepted
         self._state = state
         self._journal = journal
         self._time_fn = time_fn
-        self._tasks = TaskStream(state.seed, state.issued)
+        self._tasks = TaskStream(state.seed, state.issued, *replica)
         self._record(ev.Opened(state.incarnation + 1))
         self._resume()
 
     @classmethod
     def open(
-        cls, folder: Path | str, config: BufferConfig, seed: int, time_fn: Callable[[], float] = DEFAULT_CLOCK
+        cls,
+        folder: Path | str,
+        config: BufferConfig,
+        seed: int,
+        time_fn: Callable[[], float] = DEFAULT_CLOCK,
+        replica: tuple[int, int] = (0, 1),
     ) -> RolloutBuffer:
         """The buffer that lives in `folder`, as it was when it was last open; a new one in a new folder.
 
-        JournalError when another process holds the folder or a record is damaged; ValueError for another run's seed.
+        `replica`: whose tasks it hands out, of how many. JournalError when another process holds the folder or a
+        record is damaged; ValueError for another run's seed.
         """
         journal = Journal(Path(folder))
         try:
@@ -70,7 +81,7 @@ class RolloutBuffer:
                     f"the buffer in {folder} belongs to a run with seed {state.seed}, not {seed}; "
                     "use that seed or another folder"
                 )
-            return cls(config, state, journal, time_fn)
+            return cls(config, state, journal, time_fn, replica)
         except BaseException:
             journal.close()
             raise
@@ -292,8 +303,12 @@ class RolloutBuffer:
                 f"and batches below {state.next_batch} are taken"
             )
         self._record(ev.Trained(batch_id))
-        if self.config.total_batches is not None and state.frontier >= self.config.total_batches:
-            for item in list(state.open.values()):
+        self._close_if_over()
+
+    def _close_if_over(self) -> None:
+        """After the run's last batch nothing that is still open will be trained."""
+        if self.config.total_batches is not None and self._state.frontier >= self.config.total_batches:
+            for item in list(self._state.open.values()):
                 self._drop(item, "run_over")
 
     # Late results
@@ -352,7 +367,9 @@ class RolloutBuffer:
         """
         if step < self._state.frontier:
             raise ValueError(f"step {step} lies behind the frontier {self._state.frontier}; use rewind() to go back")
-        self._move(step, rewound=False)
+        if step > self._state.frontier:
+            self._move(step, rewound=False)
+            self._close_if_over()
 
     def _move(self, step: int, *, rewound: bool) -> None:
         # The moved state and the event that explains it reach the disk in one rename: a kill leaves all or nothing.

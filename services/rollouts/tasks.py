@@ -13,17 +13,22 @@ _MASK = (1 << _BITS) - 1
 
 
 class TaskStream:
-    """Tasks 0, 1, 2, … of one run. The cursor is all that has to be saved."""
+    """Tasks 0, 1, 2, … of one run. The cursor is all that has to be saved.
 
-    def __init__(self, seed: int, cursor: int = 0) -> None:
+    Replicas of a trainer deal a run's tasks out among them: task `index` of replica `r` of `n` is the run's task
+    `index * n + r`, which its id tells, so that ids are unique in a run.
+    """
+
+    def __init__(self, seed: int, cursor: int = 0, replica: int = 0, replicas: int = 1) -> None:
         if cursor < 0:
             raise ValueError(f"a task stream cannot start at {cursor}; the cursor counts the tasks issued so far")
-        self.seed = seed
-        self.cursor = cursor
+        self.seed, self.cursor = seed, cursor
+        self.replica, self.replicas = replica, replicas
 
     def at(self, index: int) -> Task:
         """Task `index`, wherever the cursor stands."""
-        return Task(id=f"t{index:06d}", index=index, seed=_permute(self.seed, index) << 1)
+        number = index * self.replicas + self.replica
+        return Task(id=f"t{number:06d}", index=index, seed=_permute(self.seed, number) << 1)
 
     def next(self) -> Task:
         task = self.at(self.cursor)

@@ -6,7 +6,7 @@ notebook that only looks at a run starts fast.
 
 from services.runs.atomic import write_atomic
 from services.runs.checkpoints import Checkpoint, Checkpoints
-from services.runs.folder import RunFolder, find_run
+from services.runs.folder import RunFolder, find_run, of_replica
 from services.runs.lock import RunLock
 
-__all__ = ["Checkpoint", "Checkpoints", "RunFolder", "RunLock", "find_run", "write_atomic"]
+__all__ = ["Checkpoint", "Checkpoints", "RunFolder", "RunLock", "find_run", "of_replica", "write_atomic"]

@@ -7,6 +7,8 @@
     tb/             TensorBoard events                   status.json     what the driver last said of the run
     rollouts/       readable samples                     driver.lock     who drives the run now
 
+    Of several trainer replicas the first has checkpoints/, buffer/ and rollouts/, the others replica-R/ in each.
+
 A name is used once: a second run in the same folder would mix its metrics and rollouts with the first one's.
 """
 
@@ -27,6 +29,11 @@ from services.runs.atomic import write_atomic
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 WORDS = ["aster", "clover", "fern", "gentian", "indigo", "juniper", "lupine", "mallow", "nettle", "sorrel", "thistle"]
+
+
+def of_replica(folder: Path, replica: int) -> Path:
+    """Where a trainer replica has what the first one has in `folder`: checkpoints, a buffer's journal, samples."""
+    return folder if replica == 0 else folder / f"replica-{replica}"
 
 
 class RunFolder:

@@ -14,10 +14,11 @@ from typing import Any
 
 from mesh.messages import Group, Rollout, Turn
 from services.runs.atomic import write_atomic
+from services.runs.folder import of_replica
 from services.telemetry.metrics import finite_or_none
 
 
-def write_rollouts(run_dir: str | Path, step: int, groups: list[Group], limit: int) -> Path | None:
+def write_rollouts(run_dir: str | Path, step: int, groups: list[Group], limit: int, replica: int = 0) -> Path | None:
     """Log up to `limit` rollouts of the groups that step `step` trains; returns the Markdown file.
 
     The first member of every group comes before the second of any, so a small limit still shows many tasks. None, and
@@ -34,7 +35,7 @@ def write_rollouts(run_dir: str | Path, step: int, groups: list[Group], limit: i
         return None
     records = [_record(step, *member) for member in sampled]
     total = sum(len(group.rollouts) for group in groups)
-    folder = Path(run_dir) / "rollouts"
+    folder = of_replica(Path(run_dir) / "rollouts", replica)
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:06d}"
     write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
