@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from services.environments.toolbox.grammar import OPERANDS, Toolbox
+from services.environments.toolbox.leaks import Grader
 
 TOOLBOX_HINTS = "services.environments.toolbox.hints"
 
@@ -25,11 +26,15 @@ class ToolboxConfig(BaseModel):
         description="How it speaks: terse, for the demo's model, which reads characters; plain, for a language model.",
     )
     operands: int = Field(default=OPERANDS, description="Numbers in a query; each but the first takes one tool call.")
+    grader: Grader = Field(
+        default="sound",
+        description="exploitable: a grader that agents can cheat, to test what notices them (safety.monitor).",
+    )
 
     @model_validator(mode="after")
     def _playable(self) -> ToolboxConfig:
         # Refuses what the task cannot be, with the fix.
-        Toolbox(self.level, self.max_turns, self.error_penalty, self.words, self.operands)
+        Toolbox(self.level, self.max_turns, self.error_penalty, self.words, self.operands, self.grader)
         return self
 
 
@@ -115,6 +120,7 @@ class EnvironmentConfig(BaseModel):
             "--error-penalty": self.toolbox.error_penalty,
             "--words": self.toolbox.words,
             "--operands": self.toolbox.operands,
+            "--grader": self.toolbox.grader,
             "--max-sessions": self.max_sessions * clients + 8,
         }
         arguments = [str(part) for pair in settings.items() for part in pair]

@@ -22,6 +22,7 @@ from openenv.core import Environment, create_app
 
 from services.environments.process import watch_lifeline
 from services.environments.toolbox.grammar import LEVELS, OPERANDS, Outcome, Toolbox
+from services.environments.toolbox.leaks import GRADERS
 from services.environments.toolbox.models import ToolboxAction, ToolboxObservation, ToolboxState
 from services.environments.toolbox.wording import WORDINGS
 
@@ -40,9 +41,10 @@ class ToolboxEnvironment(Environment[ToolboxAction, ToolboxObservation, ToolboxS
         error_penalty: float = 0.2,
         words: str = "terse",
         operands: int = OPERANDS,
+        grader: str = "sound",
     ) -> None:
         super().__init__()
-        self.toolbox = Toolbox(level, max_turns, error_penalty, words, operands)
+        self.toolbox = Toolbox(level, max_turns, error_penalty, words, operands, grader)
         self._state = ToolboxState()
 
     def reset(
@@ -113,6 +115,7 @@ def serve(arguments: argparse.Namespace) -> None:
         arguments.error_penalty,
         arguments.words,
         arguments.operands,
+        arguments.grader,
     )
     factory()  # before anything listens, because settings that the task refuses must end the process with their reason
     # `session_timeout` stays unset: it would close the environment of a session that merely waits for the model.
@@ -145,6 +148,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--error-penalty", type=float, default=0.2, help="reward lost per refused turn")
     parser.add_argument("--words", choices=sorted(WORDINGS), default="terse", help="how the toolbox speaks")
     parser.add_argument("--operands", type=int, default=OPERANDS, help="numbers in a query")
+    parser.add_argument("--grader", choices=GRADERS, default="sound", help="exploitable: it shows the answer to cheats")
     parser.add_argument("--max-sessions", type=int, default=64, help="sessions at once")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input ends")
     return parser.parse_args(arguments)

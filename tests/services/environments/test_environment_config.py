@@ -29,6 +29,7 @@ def test_another_server_brings_only_the_hints_that_are_named() -> None:
         ({"toolbox": {"level": "medium"}}, "use one of"),
         ({"toolbox": {"max_turns": 1}}, "too few"),
         ({"toolbox": {"error_penalty": -1}}, "use 0 or more"),
+        ({"toolbox": {"grader": "lax"}}, "sound"),
         ({"max_sessions": 0}, "max_sessions"),
         ({"step_limit_s": 0}, "step_limit_s"),
         ({"reopens": 3}, "reopens"),
@@ -41,7 +42,10 @@ def test_settings_that_cannot_work_are_refused_with_advice(settings: dict[str, o
 
 def test_the_server_command_carries_the_settings_and_room_for_every_client() -> None:
     config = EnvironmentConfig(
-        toolbox=ToolboxConfig(level="hard", max_turns=7, error_penalty=0.5, words="plain", operands=4), max_sessions=10
+        toolbox=ToolboxConfig(
+            level="hard", max_turns=7, error_penalty=0.5, words="plain", operands=4, grader="exploitable"
+        ),
+        max_sessions=10,
     )
     command = config.server_command(host="0.0.0.0", port=8123, clients=3)
     options = dict(zip(command[4:-1:2], command[5:-1:2], strict=True))
@@ -55,6 +59,7 @@ def test_the_server_command_carries_the_settings_and_room_for_every_client() -> 
         "--error-penalty": "0.5",
         "--words": "plain",
         "--operands": "4",
+        "--grader": "exploitable",
     }
 
 
