@@ -37,7 +37,10 @@ from services.weights.config import WeightsConfig
 class TrainerConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    steps: int = Field(60, ge=1, description="Optimizer steps of the run.")
+    steps: int = Field(60, ge=1, description="Optimizer steps of the run; of each replica, where there are several.")
+    replicas: int = Field(
+        1, ge=1, description="Trainers, each on rollouts of its own, that average what they learned (see diloco)."
+    )
     prefetch: bool = Field(True, description="Take the next batch, and its teacher logits, while a step runs.")
     micro_batch_tokens: int = Field(
         16384, ge=16, description="Tokens per forward pass; padding counts, if there is any."

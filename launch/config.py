@@ -19,6 +19,7 @@ from actors.rewarder import RewarderConfig
 from actors.teacher_pool import TeacherPoolConfig
 from actors.trainer_part import TrainerConfig
 from mesh.supervision import SupervisionConfig
+from services.diloco.config import DilocoConfig
 from services.environments.config import EnvironmentConfig
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
 from services.rollouts.buffer import BufferConfig
@@ -79,6 +80,9 @@ class Config(BaseModel):
     rollouts: BufferConfig = Field(default_factory=lambda: BufferConfig(), description="Groups, leases and staleness.")
     rewarder: RewarderConfig = Field(default_factory=lambda: RewarderConfig(), description="Who scores rollouts.")
     trainer: TrainerConfig = Field(default_factory=lambda: TrainerConfig(), description="Steps and checkpoints.")
+    diloco: DilocoConfig = Field(
+        default_factory=lambda: DilocoConfig(), description="How trainer replicas average what they learned."
+    )
     tune: TuneConfig = Field(default_factory=lambda: TuneConfig(), description="What is trained of the policy.")
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(), description="Channel 1: the policy objective.")
     sdpo: SDPOConfig = Field(default_factory=lambda: SDPOConfig(), description="Channel 2: hint distillation.")
@@ -119,6 +123,7 @@ class Config(BaseModel):
             raise ValueError("rollouts.total_batches follows trainer.steps: remove it, and set trainer.steps")
         if "keep_saves" in self.rollouts.model_fields_set:
             raise ValueError("rollouts.keep_saves follows trainer.keep_checkpoints: remove it, and set the latter")
+        self._check_replicas()
         scaling = _scaling(self.policy)
         if "advantage_scaling" in self.rollouts.model_fields_set and self.policy.kl_in_reward:
             scaling = self.rollouts.advantage_scaling
@@ -128,6 +133,41 @@ class Config(BaseModel):
                 'set policy.objective = "dr_grpo", or policy.kl_in_reward = false'
             )
         return self
+
+    @property
+    def averages(self) -> bool:
+        """Whether trainers average with others: with each other, or with those of other runs over an object store."""
+        return self.trainer.replicas > 1 or self.diloco.transport == "object_store"
+
+    def _check_replicas(self) -> None:
+        trainer, diloco = self.trainer, self.diloco
+        if not self.averages:
+            return
+        if self.generator.count < trainer.replicas:
+            raise ValueError(
+                f"trainer.replicas {trainer.replicas} exceeds generator.count {self.generator.count}: each trainer "
+                f"needs a generator of its own; set generator.count to {trainer.replicas} or more"
+            )
+        if trainer.steps % diloco.sync_every:
+            raise ValueError(
+                f"trainer.steps {trainer.steps} is no multiple of diloco.sync_every {diloco.sync_every}: the last steps "
+                "would be averaged with nobody; change one of them"
+            )
+        world = trainer.replicas if diloco.world_size is None else diloco.world_size
+        if diloco.first_rank + trainer.replicas > world:
+            raise ValueError(
+                f"diloco.world_size {world} has no room for trainer.replicas {trainer.replicas} from "
+                f"diloco.first_rank {diloco.first_rank} on: raise diloco.world_size"
+            )
+        if diloco.min_replicas > world:
+            raise ValueError(
+                f"diloco.min_replicas {diloco.min_replicas} exceeds the {world} replicas there are: no sync could ever "
+                f"happen; set it to {world} or less"
+            )
+        if diloco.transport == "torchft" and world != trainer.replicas:
+            raise ValueError(
+                'diloco.world_size and first_rank are for diloco.transport = "object_store": set that, or leave them out'
+            )
 
     def resolved(self) -> dict[str, Any]:
         """Every setting as this run uses it, to be written down; reads back as an equal configuration.
