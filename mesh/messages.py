@@ -100,6 +100,7 @@ class Rollout:
     reward: float | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)  # by reward function
     reason: str = ""  # why it was truncated, failed or could not be scored
+    flags: list[str] = field(default_factory=list)  # forbidden actions, "<kind>/<rule>@<turn>"; see services.safety
     generator: str = ""
     seconds: float = 0.0
 

@@ -36,6 +36,7 @@ def form_batch(batch: int, state: BufferState, config: BufferConfig, leases_open
         "dead_fraction": dead_fraction(rewards),
         "unscorable": sum(reward is None for group in rewards for reward in group),
         "truncated": sum(rollout.status == "truncated" for item in items for rollout in item.rollouts),
+        "flagged": sum(bool(rollout.flags) for item in items for rollout in item.rollouts),
         "missing_members": sum(len(item.members) for item in items) - sum(scored),
         "staleness_mean": fmean(ages),
         "staleness_max": max(ages),

@@ -143,6 +143,7 @@ class BufferState:
         self.counts["put"] += 1
         self.counts["truncated"] += rollout.status == "truncated"
         self.counts["unscorable"] += rollout.reward is None
+        self.counts["flagged"] += bool(rollout.flags)
         self.late.deliver(rollout, replay)
 
     def _end_attempt(self, event: ev.AttemptEnded) -> None:

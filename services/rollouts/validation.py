@@ -33,6 +33,8 @@ def _faults(rollout: Rollout) -> Iterator[str]:
     for what, reward in rewards.items():
         if not _is_number(reward):
             yield f"{name}: {what} is a {type(reward).__name__}, not a Python number or None"
+    if not isinstance(rollout.flags, list) or not all(isinstance(flag, str) for flag in rollout.flags):
+        yield f"{name} has flags that are no list of texts"
     for number, sequence in enumerate(rollout.sequences):
         yield from _sequence_faults(f"{name}, sequence {number}", sequence)
     for number, turn in enumerate(rollout.turns):

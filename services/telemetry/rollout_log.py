@@ -53,6 +53,7 @@ def _record(step: int, group: Group, rollout: Rollout, advantage: float) -> dict
         "seed": rollout.task.seed,
         "status": rollout.status,
         "reason": rollout.reason,
+        "flags": rollout.flags,
         "reward": finite_or_none(rollout.reward),
         "rewards": {name: finite_or_none(value) for name, value in rollout.rewards.items()},
         "env_reward": finite_or_none(rollout.env_reward),
@@ -93,6 +94,7 @@ def _markdown(record: dict[str, Any]) -> str:
         "staleness": record["staleness"],
         "versions": ", ".join(map(str, record["versions"])),
         "status": f"{record['status']}{': ' + record['reason'] if record['reason'] else ''}",
+        "flags": ", ".join(record["flags"]),
         "tokens": f"{record['sampled_tokens']} in {record['seconds']:.1f} s by {record['generator'] or 'unknown'}",
     }
     parts = [f"## {record['rollout']} (task {record['task']}, seed {record['seed']})\n"]

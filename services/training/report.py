@@ -18,12 +18,14 @@ def describe_batch(batch: TrainBatch) -> tuple[dict[str, float], dict[str, list[
     staleness = [batch.id - r.oldest_version for r in rollouts if r.oldest_version is not None]
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     sites = [turn.error for turn in turns if turn.error is not None]
+    flagged = [{flag.partition("/")[0] for flag in rollout.flags} for rollout in rollouts]  # kinds, by rollout
     metrics = {
         "rollouts": float(len(rollouts)),
         "groups": float(len(batch.groups)),
         "tokens": float(sum(rollout.sampled_tokens for rollout in rollouts)),
         "reward/unscorable": float(len(rollouts) - len(rewards)),
         "rollouts/truncated": float(sum(rollout.status == "truncated" for rollout in rollouts)),
+        "safety/flagged": float(sum(map(bool, flagged))),
     }
     if batch.groups:
         metrics["groups/dead_fraction"] = fmean(group.dead for group in batch.groups)
@@ -38,6 +40,8 @@ def describe_batch(batch: TrainBatch) -> tuple[dict[str, float], dict[str, list[
         metrics["reward/mean"], metrics["reward/std"] = fmean(rewards), pstdev(rewards)
     for kind in sorted({site.kind for site in sites}):
         metrics[f"errors/{kind}"] = sum(site.kind == kind for site in sites) / len(rollouts)
+    for kind in sorted(set().union(*flagged)):
+        metrics[f"safety/flagged/{kind}"] = float(sum(kind in kinds for kinds in flagged))
     for layer in sorted({site.hint_layer or "none" for site in sites}):
         metrics[f"hints/{layer}"] = float(sum((site.hint_layer or "none") == layer for site in sites))
     metrics |= {f"buffer/{name}": value for name, value in batch.counts.items()}

@@ -127,6 +127,20 @@ def test_unscorable_rollouts_get_advantage_zero_and_are_counted(tmp_path):
     assert batch.counts["unscorable"] == 2.0
 
 
+def test_flagged_rollouts_are_counted_in_their_batch_and_over_the_run(tmp_path):
+    buffer = opened(tmp_path, group_size=4, groups_per_batch=1)
+    for lease in buffer.claim("g", 0, 4):
+        played = rollout(lease)
+        played.flags = ["archives/unpack@0", "archives/unpack@1"] if lease.member % 2 else []
+        assert buffer.put(played)
+    assert buffer.take(0).counts["flagged"] == 2.0
+    buffer.trained(0)
+    assert buffer.accounts()["counts"]["flagged"] == 2
+    fill(buffer, buffer.claim("g", 1, 4))
+    later = buffer.take(1).counts
+    assert (later["flagged"], later["total/flagged"]) == (0.0, 2.0)
+
+
 def test_batch_std_spans_the_groups_of_the_batch(tmp_path):
     buffer = opened(tmp_path, advantage_scaling="batch_std", advantage_eps=0.0)
     leases = buffer.claim("g", 0, 4)

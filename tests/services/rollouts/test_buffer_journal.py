@@ -37,8 +37,16 @@ def test_every_event_survives_its_json_exactly(tmp_path):
     lease = opened(tmp_path).claim("g", 0, 1)[0]
     original = rollout(lease, reward=0.1 + 0.2, error=True)
     original.rewards = {"exact": None, "length": -1e-300}
+    original.flags = ["archives/unpack@0", "mine/«peek»@12"]
     event = Delivered(original, replay=True)
     assert decode(encode(event)) == event
+
+
+def test_a_rollout_of_an_older_journal_has_no_flags(tmp_path):
+    event = Delivered(rollout(opened(tmp_path).claim("g", 0, 1)[0]), replay=False)
+    kind, fields = json.loads(encode(event))
+    assert fields["rollout"].pop("flags") == []
+    assert decode(json.dumps([kind, fields]).encode()) == event
 
 
 def test_a_reopened_buffer_is_the_same_and_its_leases_are_free(tmp_path):

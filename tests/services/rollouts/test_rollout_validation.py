@@ -66,6 +66,14 @@ def array_reward(r):
     r.reward = np.float32(0.5)
 
 
+def flags_of_numbers(r):
+    r.flags = ["archives/unpack@0", 3]
+
+
+def flags_in_one_text(r):
+    r.flags = "archives/unpack@0"
+
+
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -82,6 +90,8 @@ def array_reward(r):
         (late_cut, "the hint's cut 4 does not lie in front of the turn"),
         (array_scalars, "negative or not Python ints"),
         (array_reward, "reward is a float32"),
+        (flags_of_numbers, "flags that are no list of texts"),
+        (flags_in_one_text, "flags that are no list of texts"),
     ],
 )
 def test_each_fault_is_named(damage, sentence):

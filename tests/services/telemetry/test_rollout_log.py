@@ -114,6 +114,15 @@ def test_the_jsonl_has_the_same_rollouts_and_figures(tmp_path: Path, groups: lis
     )
 
 
+def test_flags_are_told_and_a_rollout_without_any_says_nothing_of_them(tmp_path: Path, groups: list[Group]) -> None:
+    groups[0].rollouts[0].flags = ["archives/unpack@0", "mine/peek@1"]
+    path = write_rollouts(tmp_path, 12, groups, limit=3)
+    assert path is not None
+    assert path.read_text().count("- flags: ") == path.read_text().count("- flags: archives/unpack@0, mine/peek@1") == 1
+    records = [json.loads(line) for line in path.with_suffix(".jsonl").read_text().splitlines()]
+    assert [record["flags"] for record in records] == [["archives/unpack@0", "mine/peek@1"], [], []]
+
+
 def test_a_small_limit_shows_many_tasks(tmp_path: Path, groups: list[Group]) -> None:
     path = write_rollouts(tmp_path, 0, groups, limit=2)
     assert path is not None

@@ -91,4 +91,17 @@ def test_nothing_sampled_and_nothing_at_all_have_no_means():
     assert "staleness/mean" not in metrics
     assert histograms["staleness"] == []
     metrics, _ = describe_batch(TrainBatch(0, [], []))
-    assert metrics == {"rollouts": 0, "groups": 0, "tokens": 0, "reward/unscorable": 0, "rollouts/truncated": 0}
+    assert metrics == {
+        "rollouts": 0, "groups": 0, "tokens": 0, "reward/unscorable": 0, "rollouts/truncated": 0,
+        "safety/flagged": 0,
+    }  # fmt: skip
+
+
+def test_flagged_rollouts_are_counted_once_each_and_by_kind():
+    made = a_batch([1.0, 0.0, 0.5], [1.0, 0.0])
+    assert describe_batch(made)[0]["safety/flagged"] == 0
+    made.groups[0].rollouts[0].flags = ["archives/unpack@0", "archives/unpack@2", "mine/peek@1"]
+    made.groups[1].rollouts[1].flags = ["archives/unpack@0"]
+    metrics, _ = describe_batch(made)
+    found = {name: value for name, value in metrics.items() if name.startswith("safety/")}
+    assert found == {"safety/flagged": 2, "safety/flagged/archives": 2, "safety/flagged/mine": 1}
