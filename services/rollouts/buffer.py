@@ -339,7 +339,7 @@ class RolloutBuffer:
         folder.mkdir(parents=True, exist_ok=True)
         write_events(folder / SAVED_FILE, view.snapshot())
         self._record(ev.Saved(step))
-        kept = sorted(self._state.saves)[-self.config.keep_saves :]
+        kept = sorted({0, *self._state.saves})[-self.config.keep_saves :]  # the beginning is as good as a save
         self._state.forget_before(kept[0])
         self._journal.start_segment(self._state.snapshot(), self._state.frontier)
         self._journal.forget_before(kept[0])

@@ -16,10 +16,12 @@ import fcntl
 import os
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from services.rollouts.events import Event, Snapshot, SnapshotEnd, decode, encode
+
+SEGMENTS = "segment-*.jsonl"
 
 
 class JournalError(RuntimeError):
@@ -41,7 +43,7 @@ class Journal:
     @property
     def segments(self) -> list[Path]:
         """Every segment, the oldest first."""
-        return sorted(self.folder.glob("segment-*.jsonl"))
+        return sorted(self.folder.glob(SEGMENTS))
 
     def restore(self) -> list[Event]:
         """Snapshot and events of the newest segment, its torn tail cut off; [] for a new folder."""
@@ -67,10 +69,7 @@ class Journal:
                 f"the journal in {self.folder} goes back to step {oldest}, not to {step}; "
                 "load the buffer's file from that step's checkpoint instead"
             )
-        for number, path in enumerate(self.segments[starts[-1] :]):
-            prelude, snapshot, later = _parts(_read(path)[0])
-            # Only the first snapshot is needed: the others repeat what the events before them led to.
-            yield from [*prelude, *later] if number else [*snapshot, *later]
+        yield from _course(self.segments[starts[-1] :])
 
     def append(self, event: Event) -> None:
         if self._file is None:
@@ -131,12 +130,30 @@ def write_events(path: Path, events: Iterable[Event]) -> None:
         os.close(folder)
 
 
+def course(folder: Path) -> Iterator[Event]:
+    """Everything that a journal's folder still tells, oldest first, beginning with a snapshot. Needs no lock.
+
+    FileNotFoundError when no journal is there, JournalError for damage that is not a torn tail.
+    """
+    segments = sorted(folder.glob(SEGMENTS))
+    if not segments:
+        raise FileNotFoundError(f"no rollout buffer's journal in {folder}: it ended before it began")
+    yield from _course(segments)
+
+
 def read_events(path: Path) -> list[Event]:
     """The records of a file written by `write_events`. JournalError when it is torn or damaged."""
     events, whole = _read(path)
     if whole != path.stat().st_size:
         raise JournalError(f"{path} ends in the middle of a record; use an earlier checkpoint")
     return events
+
+
+def _course(segments: Sequence[Path]) -> Iterator[Event]:
+    for number, path in enumerate(segments):
+        prelude, snapshot, later = _parts(_read(path)[0])
+        # Only the first snapshot is needed: the others repeat what the events before them led to.
+        yield from [*prelude, *later] if number else [*snapshot, *later]
 
 
 def _read(path: Path) -> tuple[list[Event], int]:
