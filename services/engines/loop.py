@@ -6,7 +6,8 @@
 
 Every turn of the thread: take out what was aborted, then either apply a change of weights or admit waiting requests,
 then step. While a change is in the queue nothing is admitted, so an update never waits behind new requests; it applies
-at once (`in_flight`) or when the running ones have finished (`drain`).
+at once (`in_flight`) or when the running ones have finished (`drain`). While the weights are on `hold`, changes wait
+and requests are admitted as if there were none; a hold ends by itself.
 
 An engine that raises in a step cannot be trusted with another: the loop fails everything pending with the cause and is
 dead from then on. A change that raises is only that change's failure.
@@ -63,6 +64,7 @@ class _Change:
     what: str
     apply: Callable[[], None]
     drain: bool
+    holds: bool = False  # of the hold itself, which waits neither for requests nor for a hold
     answer: Future[None] = field(default_factory=Future)
 
 
@@ -77,6 +79,7 @@ class EngineLoop:
         self._running: dict[str, _Pending] = {}
         self._changes: deque[_Change] = deque()
         self._aborts: list[str] = []
+        self._held_until = 0.0  # on time.monotonic's clock
         self._end: Exception | None = None  # stopped or dead, and why
         self._dead: str | None = None
         self._work = "idle"  # what the thread is at, for the message of whoever waits too long
@@ -125,7 +128,7 @@ class EngineLoop:
         drain = self._config.update == "drain"
         try:
             load = functools.partial(self._engine.load_weights, version, tensors, partial=partial)
-            await self._change(f"update to version {version}", load, drain)
+            await self._change(_Change(f"update to version {version}", load, drain))
         except Exception:
             self._failed_updates += 1
             raise
@@ -133,14 +136,32 @@ class EngineLoop:
 
     async def release_weights(self) -> None:
         """Free the engine's weights when the running requests have finished; they are needed again before the next."""
-        await self._change("release of the weights", self._engine.release_weights, drain=True)
+        await self._change(_Change("release of the weights", self._engine.release_weights, drain=True))
 
-    async def _change(self, what: str, apply: Callable[[], None], drain: bool) -> None:
-        change = _Change(what, apply, drain)
+    async def hold(self, seconds: float) -> int:
+        """Keep the weights in use for so long from now on, 0: no longer; returns their version.
+
+        It comes before changes that wait, and after one that has begun. A later hold replaces it. The wait of a change
+        counts against its `update_limit_s`.
+        """
+        held: list[int] = []
+
+        def begin() -> None:
+            with self._wake:
+                self._held_until = time.monotonic() + seconds
+            held.append(self._engine.version)
+
+        await self._change(_Change("hold of the weights", begin, drain=False, holds=True))
+        return held[0]
+
+    async def _change(self, change: _Change) -> None:
         change.answer.set_running_or_notify_cancel()
         with self._wake:
             self._check_alive()
-            self._changes.append(change)
+            if change.holds:
+                self._changes.appendleft(change)
+            else:
+                self._changes.append(change)
             self._wake.notify()
         answer = asyncio.wrap_future(change.answer)
         try:
@@ -148,7 +169,7 @@ class EngineLoop:
             if answer.done():
                 return answer.result()
             raise TimeoutError(
-                f"the {what} took longer than update_limit_s={self._config.update_limit_s:g} s: "
+                f"the {change.what} took longer than update_limit_s={self._config.update_limit_s:g} s: "
                 f"{self._state_of(change)}; {self._doing()}"
             )
         finally:
@@ -229,14 +250,15 @@ class EngineLoop:
         """One turn. False when the loop was stopped."""
         with self._wake:
             self._now("idle")
-            while not (self._end or self._waiting or self._running or self._changes):
-                self._wake.wait()
+            while not (self._end or self._waiting or self._running or self._change_is_due()):
+                self._wake.wait(max(0.0, self._held_until - time.monotonic()) if self._changes else None)
             self._now("step")
             if self._end:
                 return False
             aborts, self._aborts = self._aborts, []
-            change = self._next_change()
-            admitted = [] if change or self._changes else self._next_requests()
+            due = self._change_is_due()
+            change = self._next_change() if due else None
+            admitted = [] if due else self._next_requests()
         for request_id in aborts:
             self._answer(self._engine.abort(request_id))
         if change:
@@ -256,8 +278,11 @@ class EngineLoop:
             self._busy_s += now - self._since
         self._work, self._since = work, now
 
+    def _change_is_due(self) -> bool:
+        return bool(self._changes) and (self._changes[0].holds or time.monotonic() >= self._held_until)
+
     def _next_change(self) -> _Change | None:
-        if self._changes and not (self._changes[0].drain and self._running):
+        if not (self._changes[0].drain and self._running):
             return self._changes.popleft()
         return None
 

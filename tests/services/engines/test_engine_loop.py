@@ -198,6 +198,62 @@ def test_releasing_the_weights_waits_for_running_requests_in_either_mode() -> No
     assert drive(body, update="in_flight").log == ["submit running v0", "release"]
 
 
+@pytest.mark.parametrize("update", ["in_flight", "drain"])
+def test_an_update_waits_for_the_end_of_a_hold_and_requests_do_not(update: str) -> None:
+    async def body(loop: EngineLoop, engine: ScriptedEngine) -> None:
+        assert await loop.hold(1000.0) == 0
+        change = asyncio.create_task(loop.update(1, {}))
+        await until(lambda: len(loop._changes) == 1)
+        assert (await loop.generate(ask("held", 5))).versions == [VersionSpan(0, 0, 5)]
+        assert not change.done()
+        assert await loop.hold(0) == 0
+        await change
+        assert (await loop.generate(ask("after"))).versions == [VersionSpan(1, 0, 3)]
+
+    assert drive(body, update=update).log == ["submit held v0", "load v1", "submit after v1"]
+
+
+def test_a_hold_that_nobody_ends_ends_by_itself_in_a_loop_that_has_nothing_else_to_do() -> None:
+    async def body(loop: EngineLoop, engine: ScriptedEngine) -> None:
+        await loop.hold(0.2)
+        await loop.update(1, {})
+        assert loop.stats().version == 1
+
+    drive(body)
+
+
+def test_a_hold_comes_before_an_update_that_waits_for_running_requests() -> None:
+    async def body(loop: EngineLoop, engine: ScriptedEngine) -> None:
+        engine.gate.clear()
+        running = asyncio.create_task(loop.generate(ask("running", 5)))
+        await inside_a_step(engine)
+        change = asyncio.create_task(loop.update(1, {}))
+        await until(lambda: len(loop._changes) == 1)
+        holding = asyncio.create_task(loop.hold(1000.0))
+        await until(lambda: len(loop._changes) == 2)
+        engine.gate.set()
+        assert await holding == 0
+        await running
+        assert (await loop.generate(ask("held"))).versions == [VersionSpan(0, 0, 3)]
+        assert not change.done()
+        await loop.hold(0)
+        await change
+
+    drive(body, update="drain")
+
+
+def test_a_loop_that_is_stopped_waits_for_no_hold() -> None:
+    async def body(loop: EngineLoop, engine: ScriptedEngine) -> None:
+        await loop.hold(1000.0)
+        change = asyncio.create_task(loop.update(1, {}))
+        await until(lambda: len(loop._changes) == 1)
+        await loop.stop()
+        with pytest.raises(EngineError, match="the engine loop was stopped"):
+            await change
+
+    drive(body)
+
+
 def test_a_request_that_does_not_fit_fails_alone() -> None:
     async def body(loop: EngineLoop, engine: ScriptedEngine) -> None:
         requests = [ask("a"), ask("b", length=101), ask("c")]
