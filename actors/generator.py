@@ -11,7 +11,9 @@ An engine that died ends both, and the actor with them, so that it is placed aga
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 from monarch.actor import concurrent_endpoint
@@ -23,7 +25,14 @@ from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import NO_ANSWER, Binding, BindingError
 from mesh.messages import Lease, Rollout, Task
-from services.engines.engine import VLLM_TEMPERATURES, EngineConfig, EngineError, WeightsError
+from services.engines.engine import (
+    VLLM_TEMPERATURES,
+    EngineConfig,
+    EngineError,
+    Generation,
+    GenerationRequest,
+    WeightsError,
+)
 from services.engines.factory import make_engine
 from services.engines.loop import EngineLoop
 from services.environments.client import EnvironmentClient
@@ -36,6 +45,7 @@ from services.weights.config import WeightsConfig
 from services.weights.reader import Pulled, VersionGone
 from services.weights.region import RegionError
 
+HOLD_LIMIT_S = 8.0  # for a hold to begin, behind the engine step or the load in work
 GIVE_BACK_S = 5.0  # leases expire by themselves, so returning them is worth only this long
 
 
@@ -119,6 +129,9 @@ class GeneratorActor(MeshActor):
         self._have_weights = asyncio.Event()
         self._episodes: set[asyncio.Task[None]] = set()
         self._leases: set[str] = set()  # ids of those that no rollout answered yet
+        self._held_out = itertools.count()  # numbers the requests of held-out episodes
+        # They take sessions that no training episode needs, if there are any.
+        self._held_out_places = asyncio.Semaphore(max(1, environment.max_sessions - config.episodes))
 
     async def setup(self) -> None:
         load_hint_modules(self.environment.hint_modules)
@@ -128,15 +141,9 @@ class GeneratorActor(MeshActor):
         engine = await asyncio.to_thread(make_engine, self.model_path, self.config.engine)
         self.engine = EngineLoop(engine, self.config.engine, name=self.name)
         client = EnvironmentClient(self.environment_url, self.environment)
-        self.runner = EpisodeRunner(
-            self.tokenizer,
-            self.engine.generate,
-            client,
-            self.config.episode,
-            self.name,
-            self.seed,
-            generation_stop_ids(self.model_path),
-        )
+        playing = client, self.config.episode, self.name, self.seed, generation_stop_ids(self.model_path)
+        self.runner = EpisodeRunner(self.tokenizer, self.engine.generate, *playing)
+        self.held_out_runner = EpisodeRunner(self.tokenizer, self._generate_held_out, *playing)
 
     async def run(self) -> None:
         try:
@@ -205,7 +212,9 @@ class GeneratorActor(MeshActor):
 
     async def _leave(self) -> None:
         """End what is played for the trainer followed so far: a rollout has tokens of one trainer's versions only."""
+        assert self.engine is not None
         self._have_weights.clear()
+        await self.engine.hold(0)  # training comes before an evaluation, which notices that its weights are gone
         episodes = list(self._episodes)
         for episode in episodes:
             episode.cancel()
@@ -282,11 +291,35 @@ class GeneratorActor(MeshActor):
             rollout.reason = f"unscorable: {error}"
             return rollout
 
-    @concurrent_endpoint
-    async def evaluate(self, seeds: list[int], greedy: bool) -> list[Rollout]:
-        async def one(index: int, seed: int) -> Rollout:
-            lease = evaluation_lease(Task(f"{self.name}-{time.monotonic_ns()}-{index}", -1, seed))
-            return await self._score(await self.runner.run(lease, greedy=greedy))
+    # ---- held-out episodes ---------------------------------------------------------------------------------------
 
+    @concurrent_endpoint
+    async def hold(self, seconds: float) -> tuple[str, int]:
+        if self.engine is None or not self._have_weights.is_set():
+            return self.trainer, roles.NO_VERSION
+        async with asyncio.timeout(HOLD_LIMIT_S):  # then it is withdrawn: nobody would end it
+            return self.trainer, await self.engine.hold(seconds)
+
+    @concurrent_endpoint
+    async def evaluate(self, seeds: list[int], greedy: bool, limit_s: float | None = None) -> list[Rollout]:
         await self._have_weights.wait()
-        return list(await asyncio.gather(*[one(index, seed) for index, seed in enumerate(seeds)]))
+        trainer = self.trainer
+        episodes = [asyncio.create_task(self._held_out_episode(seed, greedy)) for seed in seeds]
+        try:
+            done, _ = await asyncio.wait(episodes, timeout=limit_s) if episodes else (set(), None)
+            # The versions of two trainers may have the same number, and are not the same weights.
+            return [task.result() for task in episodes if task in done] if self.trainer == trainer else []
+        finally:
+            for task in episodes:
+                task.cancel()
+
+    async def _held_out_episode(self, seed: int, greedy: bool) -> Rollout:
+        async with self._held_out_places:
+            # The same random numbers at every evaluation: two of them differ by their weights alone.
+            lease = evaluation_lease(Task(f"held-out-{seed}", -1, seed))
+            return await self._score(await self.held_out_runner.run(lease, greedy=greedy))
+
+    async def _generate_held_out(self, request: GenerationRequest) -> Generation:
+        """Under an id of its own: an evaluation that nobody waits for any more may still play the same task."""
+        assert self.engine is not None
+        return await self.engine.generate(replace(request, id=f"{request.id}@{next(self._held_out)}"))

@@ -128,13 +128,11 @@ class RolloutBuffer(Member, Protocol):
         ...
 
     @contract(60.0, retry=True)
-    def rewind(self, step: int) -> Awaitable[dict[str, Any]]:
-        """The trainer stands at `step` again (its checkpoint): batches >= step were not trained after all."""
-        ...
+    def move_to(self, step: int) -> Awaitable[None]:
+        """The trainer stands at `step`: at its checkpoint again, or where the peer stood from which it healed.
 
-    @contract(60.0, retry=True)
-    def advance(self, step: int) -> Awaitable[None]:
-        """The trainer healed from a peer that stands at `step`: the batches before it are not its own to train."""
+        Batches from there on are not trained yet; those before it are not this trainer's to train any more.
+        """
         ...
 
     @contract(60.0, retry=True)
@@ -200,8 +198,18 @@ class TrainerPeer(Member, Protocol):
     """A proc of a trainer but its first: who calls is the trainer itself, which does the same at the same time."""
 
     @contract(600.0, retry=False)
-    def load(self, size: int, port: int, checkpoint: str | None) -> Awaitable[int]:
+    def load(self, size: int, port: int, checkpoint: str | None, own: bool) -> Awaitable[int]:
         """Meet the others of `size` procs at `port`, and load; returns the step."""
+        ...
+
+    @contract(3600.0, retry=False)
+    def catch_up(self, rounds: int, limit_s: float) -> Awaitable[int]:
+        """Heal from another trainer that stands at `rounds` syncs or more; returns the step."""
+        ...
+
+    @contract(60.0, retry=False)
+    def leave(self) -> Awaitable[None]:
+        """Average with other trainers no more."""
         ...
 
     @contract(3600.0, retry=False)
@@ -228,10 +236,21 @@ class TrainerPeer(Member, Protocol):
     def seal(self, slot: int, base: int | None) -> Awaitable[ShardRef]: ...
 
 
+NO_VERSION = -1  # of a generator that has no weights yet
+
+
 class Generator(Member, Protocol):
+    @contract(10.0, retry=True)
+    def hold(self, seconds: float) -> Awaitable[tuple[str, int]]:
+        """Keep the weights in use for so long from now on, 0: no longer. Whose they are, and their version."""
+        ...
+
     @contract(120.0, retry=True)
-    def evaluate(self, seeds: list[int], greedy: bool) -> Awaitable[list[Rollout]]:
-        """Held-out episodes that no buffer sees."""
+    def evaluate(self, seeds: list[int], greedy: bool, limit_s: float | None = None) -> Awaitable[list[Rollout]]:
+        """Held-out episodes that no buffer sees; those that are done after `limit_s`.
+
+        The same seeds under the same weights make the same rollouts, up to rounding in the logits.
+        """
         ...
 
 
