@@ -40,6 +40,7 @@ from mesh.topology import Place, Placed, ProcSpec, configure_monarch, fill
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.process import ServerFailure
 from services.runs.checkpoints import Checkpoints
+from services.runs.deaths import DeathLog
 from services.runs.folder import RunFolder
 from services.runs.lock import RunLock
 from services.telemetry.table import ProgressTable
@@ -70,7 +71,8 @@ class Driver:
     def __init__(self, config: Config, run: RunFolder, model_path: Path, table: ProgressTable) -> None:
         self.config, self.run, self.model_path = config, run, model_path
         self.servers = LocalServers(config, run.logs)
-        self.supervisor = Supervisor(this_host(), config.supervision, self.say)
+        self.deaths = DeathLog(run.path)
+        self.supervisor = Supervisor(this_host(), config.supervision, self.say, self.deaths)
         self.supervisor.listeners.append(lambda table: self.bindings[table.role].update(table))
         self.bindings = {role: Binding[Any](role) for role in roles.ROLES}
         self.checkpoints = Checkpoints(run.checkpoints, keep=config.trainer.keep_checkpoints)
@@ -97,6 +99,9 @@ class Driver:
         with RunLock(self.run.lock):
             if not self.run.config.exists():
                 self.run.write_config(self.config.resolved())
+            # First of all: an orphan of an earlier driver may be writing the very checkpoint that is looked for.
+            await asyncio.to_thread(end_leftovers, self.run.path, self.say)
+            self.checkpoints.sweep()
             latest = self.checkpoints.latest()
             self.record.open(latest.step if latest else 0)
             self._handle_signals()
@@ -124,7 +129,6 @@ class Driver:
     # ---- start ---------------------------------------------------------------------------------------------------
 
     async def _place(self) -> None:
-        await asyncio.to_thread(end_leftovers, self.run.path, self.say)
         self._write_status("starting")
         await self.servers.start()
         # Before anything heavier is placed: an environment that does not answer would fail every episode.
@@ -169,8 +173,10 @@ class Driver:
     async def _read_reports(self, wait_s: float) -> None:
         try:
             known = (self.record.life, self.record.step - 1)
-            reports = self.bindings["trainer"].call_within(wait_s + 5.0, roles.Trainer.reports, *known, wait_s)
-            self.record.add(await reports)
+            trainer = self.bindings["trainer"]
+            reports = await trainer.call_within(wait_s + 5.0, roles.Trainer.reports, *known, wait_s)
+            self.record.add(reports)
+            self.deaths.stepped(reports)
         except BindingError as error:
             self.say(f"no report: {error}")
 
@@ -274,6 +280,7 @@ class Driver:
         await self._stop_directory()
         await self.servers.stop()
         self.record.close()
+        self.deaths.close()
         with contextlib.suppress(Exception):  # Monarch's many kinds; every proc is stopped already
             await asyncio.wait_for(shutdown_context(), 30.0)
         sweep_dead_regions()

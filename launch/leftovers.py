@@ -1,4 +1,7 @@
-"""Processes that a killed driver left: the run folder says which, and the next driver ends them first."""
+"""What a killed driver left: processes, which the run folder names, and files that it was writing.
+
+The next driver of the run ends the ones and removes the others before it does anything else.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from services.weights.region import sweep_dead_regions
 
 FILE = "pids.json"
 LIMIT_S = 10.0
+WRITTEN = ("config.toml", "metrics.jsonl", "status.json", FILE)  # by `write_atomic`
 
 
 def remember(run_dir: Path, processes: Iterable[ProcessId | None]) -> None:
@@ -21,7 +25,7 @@ def remember(run_dir: Path, processes: Iterable[ProcessId | None]) -> None:
 
 
 def end_leftovers(run_dir: Path, log: Callable[[str], None]) -> None:
-    """kill -9 what is left of an earlier driver's processes on this host, and free their shared memory."""
+    """kill -9 what is left of an earlier driver on this host, free its shared memory, remove its half-written files."""
     path = run_dir / FILE
     known = json.loads(path.read_text()) if path.exists() else {}
     left = [each for each in (ProcessId(int(pid), start) for pid, start in known.items()) if each.alive]
@@ -34,3 +38,6 @@ def end_leftovers(run_dir: Path, log: Callable[[str], None]) -> None:
     path.unlink(missing_ok=True)
     for freed in sweep_dead_regions():
         log(f"freed {freed}")
+    # Files of the run as a whole are written by its driver alone, and that is the caller, who holds the run's lock.
+    for half in (path for name in WRITTEN for path in run_dir.glob(f".{name}.*.aside")):
+        half.unlink()

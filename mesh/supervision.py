@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import monarch.actor
 from pydantic import BaseModel, ConfigDict, Field
@@ -81,11 +81,25 @@ def install_fault_hook(log: Callable[[str], None]) -> None:
     monarch.actor.unhandled_fault_hook = hook
 
 
+class Witness(Protocol):
+    """Who is told of every loss, at once, and of every place that is filled again."""
+
+    def lost(self, member: str, role: str, incarnation: int, reason: str) -> None: ...
+
+    def back(self, member: str, incarnation: int) -> None: ...
+
+
 class Supervisor:
     """Owns every place of a run. Called from one event loop (the driver's)."""
 
-    def __init__(self, host: Any, config: SupervisionConfig, log: Callable[[str], None] = print) -> None:
-        self.host, self.config, self.log = host, config, log
+    def __init__(
+        self,
+        host: Any,
+        config: SupervisionConfig,
+        log: Callable[[str], None] = print,
+        witness: Witness | None = None,
+    ) -> None:
+        self.host, self.config, self.log, self.witness = host, config, log, witness
         self.placed: dict[str, Placed] = {}
         self.tables: dict[str, RoleTable] = {}
         self.health: dict[str, dict[str, Any]] = {}
@@ -214,6 +228,8 @@ class Supervisor:
         while True:
             self.log(f"{name} is lost ({reason})")
             self.deaths[place.role] = self.deaths.get(place.role, 0) + 1
+            if self.witness:
+                self.witness.lost(name, place.role, self.placed[name].incarnation, reason)
             await self._retire(name)
             if not policy.allows_restart(lived_s):
                 raise RoleKeepsDying(f"{name} died {policy.deaths} times in a row; last: {reason}{_end_of_log(place)}")
@@ -227,6 +243,8 @@ class Supervisor:
         members = (*table.members, self.placed[name].ref)
         await self._announce(replace(table, members=members, revision=table.revision + 1))
         self.log(f"{name} is back (incarnation {self.placed[name].incarnation})")
+        if self.witness:
+            self.witness.back(name, self.placed[name].incarnation)
 
     async def _retire(self, name: str) -> None:
         """Take a member out of its table and make sure that its process is gone before its place is filled again."""

@@ -122,6 +122,15 @@ class Checkpoints:
         for checkpoint in whole[: -self.keep]:
             shutil.rmtree(checkpoint.path)
 
+    def sweep(self) -> None:
+        """Remove what killed writers left, of any step: call it when the writer before is dead, and before `latest`."""
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
+            match = ASIDE.fullmatch(path.name)
+            if match and match[2] == "replaced" and not (target := self.folder / f"step-{match[1]}").exists():
+                path.rename(target)  # killed before its successor had the name
+            elif match:
+                shutil.rmtree(path)
+
     def _publish(self, aside: Path, step: int) -> None:
         target = self.folder / f"step-{step}"
         replaced = self.folder / f".step-{step}.{secrets.token_hex(4)}.replaced"

@@ -97,3 +97,10 @@ def test_leftovers_of_an_earlier_driver_are_ended_and_a_reused_pid_is_spared(tmp
         for each in (left, other):
             each.kill()
             each.wait()
+
+
+def test_files_that_a_killed_driver_was_writing_are_removed_and_those_of_another_that_starts_are_spared(tmp_path):
+    for name in (".status.json.0a1b.aside", ".metrics.jsonl.0a1b.aside", ".driver.lock.0a1b.aside"):
+        (tmp_path / name).touch()
+    end_leftovers(tmp_path, lambda line: None)
+    assert [path.name for path in tmp_path.iterdir()] == [".driver.lock.0a1b.aside"]

@@ -201,6 +201,16 @@ def test_another_writer_at_a_later_step_is_left_alone(checkpoints: Checkpoints) 
     assert steps(checkpoints) == [4, 5]
 
 
+def test_what_killed_writers_left_is_swept_and_a_whole_checkpoint_gets_its_name_back(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 1)
+    for name in (".step-9.0a1b.writing", ".step-1.0a1b.replaced"):
+        (checkpoints.folder / name).mkdir()
+    save(checkpoints, 2).rename(checkpoints.folder / ".step-2.0a1b.replaced")  # killed between the two renames
+    checkpoints.sweep()
+    assert sorted(os.listdir(checkpoints.folder)) == ["step-1", "step-2"]
+    assert checkpoints.at(2).step == 2
+
+
 def test_keeping_none_and_negative_steps_are_refused(checkpoints: Checkpoints) -> None:
     with pytest.raises(ValueError, match="keep at least 1"):
         Checkpoints(checkpoints.folder, keep=0)
