@@ -150,16 +150,16 @@ class RolloutBufferActor(MeshActor):
         self._wake()
 
     @concurrent_endpoint
-    async def rewind(self, step: int) -> dict[str, Any]:
-        rewound = await self._work(lambda: self.buffer.rewind(step))
+    async def move_to(self, step: int) -> None:
+        await self._work(lambda: self._move_to(step))
         self._logged = min(self._logged, step - 1)  # the samples of the abandoned course are written anew
         self._wake()
-        return rewound
 
-    @concurrent_endpoint
-    async def advance(self, step: int) -> None:
-        await self._work(lambda: self.buffer.advance(step))
-        self._wake()
+    def _move_to(self, step: int) -> None:
+        if step > self.buffer.frontier:
+            self.buffer.advance(step)
+        else:
+            self.buffer.rewind(step)
 
     @concurrent_endpoint
     async def save(self, path: str, step: int) -> dict[str, Any]:

@@ -13,6 +13,9 @@ against the version that will train it. A published version is a snapshot: the o
 A publish that failed is tried again while the next batch is waited for, because that batch may need the version.
 The teacher is never waited for when it is dead: the step goes without it, counted in `sdpo/missing`.
 
+One of several replicas syncs with the others inside its steps (`services.diloco`). One that starts behind them trains
+nothing until it healed at their next sync, and then stands where they stand; so does one that they went on without.
+
 This is the trainer's only thread of control, however many procs it has: what happens in each of them is
 `actors.trainer_part`, that it happens in all of them `actors.trainer_team`.
 """
@@ -30,13 +33,14 @@ from typing import Any
 
 from monarch.actor import concurrent_endpoint
 
+from actors.following import buffer_name
+from actors.replicas import OtherReplicas, checkpoints_of, newest_checkpoint
 from actors.trainer_part import TrainerPart, TrainerSettings
 from actors.trainer_team import Team
 from mesh import roles
 from mesh.actor import MeshActor
 from mesh.binding import NO_ANSWER, BindingError
 from mesh.messages import LogitsRef, TrainBatch, WeightsRef
-from services.runs.checkpoints import Checkpoints
 from services.telemetry.spans import Spans
 from services.training.plan import StepPlan
 from services.training.report import describe_batch
@@ -44,6 +48,8 @@ from services.weights.publishing import Publishing
 from services.weights.snapshots import SnapshotPublisher
 
 TEACHER_PATIENCE_S = 2.0  # a step does not wait until a dead SDPO teacher is placed again
+CATCH_UP_S = 30.0  # for one sync of the others, before it is looked whether they are still there
+TO_SYNC_S = 60.0  # that a replica goes on to its next sync although it was told to finish
 SAVE_LIMIT_S = 120.0  # for the checkpoint of a loop that was cancelled
 
 
@@ -63,10 +69,14 @@ class TrainerActor(MeshActor):
     finish_limit_s = 600.0
 
     def __init__(self, name: str, settings: TrainerSettings, run_dir: str) -> None:
-        super().__init__(name, roles=("rollout_buffer", "sdpo_teacher"))
+        super().__init__(name, roles=("rollout_buffer", "sdpo_teacher", "trainer"))
+        replica = settings.replica
+        self.buffer = self.bindings["rollout_buffer"].only(buffer_name(replica))
+        self.others = OtherReplicas(self.bindings["trainer"], name, settings.config.replicas)
         self.settings, self.config, self.run_dir = settings, settings.config, Path(run_dir)
         self.bindings["sdpo_teacher"].patience_s = TEACHER_PATIENCE_S
         self.step_n = 0
+        self.behind = False  # other replicas are further, so that nothing is trained before it healed
         self.life = secrets.token_hex(8)  # tells the reports of this trainer from those of the one before it
         self.spans = Spans()
         self.trouble = ""
@@ -77,20 +87,54 @@ class TrainerActor(MeshActor):
         self._between_steps = asyncio.Lock()  # held while a step changes the state; a checkpoint waits for it
         self._training: int | None = None  # the batch on which model, optimizer and buffer do not agree yet
         self._background: set[asyncio.Task[None]] = set()  # asyncio itself keeps no task alive
+        self._ends_at = 0.0  # when it has gone on towards the next sync for long enough
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     async def setup(self) -> None:
-        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", keep=self.config.keep_checkpoints)
-        latest = await asyncio.to_thread(self.checkpoints.latest)
+        config, replica = self.config, self.settings.replica
+        self.checkpoints = checkpoints_of(self.run_dir, replica, config.keep_checkpoints)
+        await asyncio.to_thread(self.checkpoints.sweep)  # the trainer before this one may have died while it saved
         self.team = Team(TrainerPart(self.settings, self.spans), self.peers)
-        self.step_n = await self.team.load(latest.path if latest else None)
+        await self._load()
         writers, store = await self.team.open_writers()
         self.publisher = SnapshotPublisher(writers, self.settings.weights, store)
         self.publishing = Publishing(self.publisher, self.spans, self._note)
+        if not self.behind:
+            await self._begin()
+
+    async def _load(self) -> None:
+        """Stand at the newest checkpoint of all replicas, and see whether those that train are further."""
+        replica, replicas = self.settings.replica, self.config.replicas
+        latest, own = await asyncio.to_thread(newest_checkpoint, self.run_dir, replica, replicas)
+        self.step_n = await self.team.load(latest.path if latest else None, own)
+        self.behind = (await self.others.rounds() or 0) > self.rounds
+
+    async def _begin(self) -> None:
+        """Offer the weights it stands at; before the first batch is taken, the buffer agrees on what was trained."""
         await self.publisher.publish(self.step_n)
-        # Before the first batch is taken, the buffer and this trainer agree on what has been trained.
-        await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.rewind, self.step_n)
+        await self.buffer.call(roles.RolloutBuffer.move_to, self.step_n)
+
+    async def _catch_up(self) -> None:
+        """Heal at the next sync of those that are further. They may end meanwhile: then from their last checkpoint."""
+        while self.behind and not self.finishing.is_set():
+            rounds = await self.others.rounds()
+            if rounds is not None:
+                with self.spans("trainer/catch_up", waiting=True):
+                    self.step_n = await self.team.catch_up(rounds, CATCH_UP_S)
+                self.behind = self.rounds < rounds
+            elif await self.others.all_done():
+                await self._load()
+            else:  # they died meanwhile: everybody goes on from where it stands
+                self.behind = False
+        if not self.behind:
+            await self._begin()
+
+    @property
+    def rounds(self) -> int:
+        """Syncs with other replicas that its weights have behind them."""
+        outer = self.team.part.outer if hasattr(self, "team") else None
+        return outer.rounds if outer is not None else 0
 
     def _note(self, trouble: str) -> None:
         self.trouble = trouble
@@ -98,18 +142,24 @@ class TrainerActor(MeshActor):
     async def run(self) -> None:
         """Train until the last step, or until the run is told to finish; then save."""
         try:
+            if self.behind:
+                await self._catch_up()
             await self._train_steps()
         except asyncio.CancelledError:
             # `finish` waited its time for whatever this loop waits for. What was trained is saved all the same.
             await self._save()
             raise
+        if self.behind:  # told to finish before it began
+            return
         await self.publishing.finish(self.step_n)  # the last version is the one that the run is judged by
         await self._save()
+        await self.team.leave()
 
     async def _train_steps(self) -> None:
         upcoming: asyncio.Task[Prepared | None] | None = None
+        due = False  # a checkpoint
         try:
-            while self.step_n < self.config.steps and not self.finishing.is_set():
+            while self.step_n < self.config.steps and not self._may_end():
                 with self.spans("trainer/wait_batch", waiting=True):
                     prepared = await (upcoming or asyncio.create_task(self._prepare(self.step_n)))
                 upcoming = None
@@ -118,12 +168,31 @@ class TrainerActor(MeshActor):
                 if self.config.prefetch and self.step_n + 1 < self.config.steps:
                     upcoming = asyncio.create_task(self._prepare(self.step_n + 1))
                 await self._train(prepared)
-                if self.step_n % self.config.checkpoint_every == 0 and self.step_n < self.config.steps:
+                if self.step_n != prepared.batch.id + 1:  # it healed, and stands elsewhere
+                    await _ended(upcoming)
+                    upcoming = None
+                due = due or self.step_n % self.config.checkpoint_every == 0
+                if due and self._settled and self.step_n < self.config.steps:
                     await self._save()
+                    due = False
         finally:
-            if upcoming is not None:
-                upcoming.cancel()
-                await asyncio.gather(upcoming, return_exceptions=True)
+            await _ended(upcoming)
+
+    @property
+    def _settled(self) -> bool:
+        """Whether it can be saved: nothing that it sent to other replicas is in the air. That lands in a few steps."""
+        outer = self.team.part.outer
+        return outer is None or outer.settled
+
+    def _may_end(self) -> bool:
+        """Whether it is told to finish, and may: a replica goes on to the next sync, where the others wait for it."""
+        if not self.finishing.is_set():
+            return False
+        outer = self.team.part.outer
+        if outer is None or outer.at_boundary or self.behind:
+            return True
+        self._ends_at = self._ends_at or time.monotonic() + TO_SYNC_S
+        return time.monotonic() > self._ends_at and outer.settled
 
     async def teardown(self) -> None:
         if self._loop_task is not None:  # a cancelled loop still saves
@@ -137,8 +206,9 @@ class TrainerActor(MeshActor):
             await self.team.close()
 
     def figures(self) -> dict[str, Any]:
-        return {"step": self.step_n, "steps": self.config.steps, "trouble": self.trouble,
-                "done": self._loop_task is not None and self._loop_task.done()}  # fmt: skip
+        done = self._loop_task is not None and self._loop_task.done()
+        return {"step": self.step_n, "steps": self.config.steps, "rounds": self.rounds, "behind": self.behind,
+                "trouble": self.trouble, "done": done}  # fmt: skip
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -153,12 +223,12 @@ class TrainerActor(MeshActor):
 
     async def _take(self, batch_id: int) -> TrainBatch | None:
         """The batch, however long the generators need for it; None once the run is told to finish."""
-        while not self.finishing.is_set():
+        while not self._may_end():
             if batch_id == self.step_n:
                 # No step is running. Without staleness nobody can make this batch before they have this version.
                 await self._publish()
             try:
-                batch = await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.take, batch_id, 2.0)
+                batch = await self.buffer.call(roles.RolloutBuffer.take, batch_id, 2.0)
             except NO_ANSWER as error:
                 # A dead buffer comes back from its journal with the same batches. One that refuses (RemoteFailure)
                 # would for ever: that ends this trainer, and the next one and the buffer agree on a step again.
@@ -197,9 +267,12 @@ class TrainerActor(MeshActor):
                     for ref in prepared.refs:
                         if ref is not None:
                             self._release_later(ref)
-            self.step_n += 1
+            self.step_n = self.team.part.step_n
             # The frontier moves before anybody can sample from the new version.
-            await self.bindings["rollout_buffer"].call(roles.RolloutBuffer.trained, batch.id)
+            await self.buffer.call(roles.RolloutBuffer.trained, batch.id)
+            if self.step_n != batch.id + 1:
+                self.trouble = f"the other replicas synced without this one: it took over their step {self.step_n}"
+                await self.buffer.call(roles.RolloutBuffer.move_to, self.step_n)
             self._training = None
         await self._publish()
         if unread:
@@ -212,7 +285,7 @@ class TrainerActor(MeshActor):
         metrics["seconds/step"] = time.monotonic() - began
         self._longest_step_s = max(self._longest_step_s, metrics["seconds/step"])
         self.finish_limit_s = finish_limit(self._longest_step_s)
-        report = {"step": batch.id, "metrics": metrics, "histograms": histograms}
+        report = {"step": batch.id, "replica": self.settings.replica, "metrics": metrics, "histograms": histograms}
         self._reports.append({**report, "finished_at": time.time(), "life": self.life})
         del self._reports[:-1000]
         self._reported.set()
@@ -247,8 +320,7 @@ class TrainerActor(MeshActor):
             with self.spans("trainer/checkpoint"):
                 async with _in_thread(self.checkpoints.writing(self.step_n)) as path:
                     await self.team.save(path, self.step_n)
-                    buffer = self.bindings["rollout_buffer"]
-                    await buffer.call(roles.RolloutBuffer.save, str(path / "buffer"), self.step_n)
+                    await self.buffer.call(roles.RolloutBuffer.save, str(path / "buffer"), self.step_n)
             return str(self.checkpoints.folder / f"step-{self.step_n}")
 
     # ---- endpoints -----------------------------------------------------------------------------------------------
@@ -281,6 +353,8 @@ class TrainerActor(MeshActor):
 
     @concurrent_endpoint
     async def checkpoint(self) -> str:
+        while not self._settled:
+            await asyncio.wait_for(self._reported.wait(), SAVE_LIMIT_S)
         return await self._save()
 
 
@@ -290,6 +364,13 @@ def finish_limit(longest_step_s: float) -> float:
     With `SAVE_LIMIT_S` on top it stays below `TrainerActor.finish_limit_s`.
     """
     return min(450.0, max(120.0, 3 * longest_step_s + 60.0))
+
+
+async def _ended(task: asyncio.Task[Any] | None) -> None:
+    """Cancel the task and wait until it is over, whatever it ends by."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """What one proc of a trainer does, whether it is alone, the leader of several, or a peer. No Monarch here.
 
-    load    meet the others ─▶ initial model or checkpoint ─▶ shard ─▶ learner
+    load    meet the others ─▶ initial model or checkpoint ─▶ shard ─▶ learner ─▶ outer loop, where it is a replica
     step    its share of a step, at the same time as the others ─▶ metrics, equal on all
     save    its shards of the checkpoint; the leader also the policy for everybody
     source  its shards of what is published
@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from actors.remote_rows import RemoteRows
 from mesh.messages import LogitsRef, TrainBatch
+from services.diloco.config import DilocoConfig
 from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
 from services.rollouts.chat import turn_ends
@@ -32,6 +33,9 @@ from services.training.sharding import ALONE, ComputeDtype, alone, join, shard, 
 from services.training.state import load_state, save_state
 from services.tuning import Merger, TuneConfig, prepare, published
 from services.weights.config import WeightsConfig
+
+if TYPE_CHECKING:
+    from services.diloco.replicas import Outer
 
 
 class TrainerConfig(BaseModel):
@@ -111,6 +115,9 @@ class TrainerSettings:
     advantage_scaling: str
     seed: int
     tune: TuneConfig = field(default_factory=TuneConfig)
+    diloco: DilocoConfig | None = None  # None: this trainer averages with nobody
+    replica: int = 0  # which trainer of the run it is
+    lighthouse: str = ""  # its address, where replicas meet over torchft
 
     @property
     def inline(self) -> bool:
@@ -135,12 +142,16 @@ class TrainerPart:
     def __init__(self, settings: TrainerSettings, spans: Spans | None = None) -> None:
         self.settings, self.spans = settings, spans or Spans()
         self.replica = ALONE
+        self.outer: Outer | None = None
+        self.step_n = 0  # steps trained; a replica that heals takes over its peers'
 
-    def load(self, rank: int, size: int, meeting: Any, checkpoint: Path | None) -> int:
+    def load(self, rank: int, size: int, meeting: Any, checkpoint: Path | None, own: bool = True) -> int:
         """Become proc `rank` of `size`, from the checkpoint or as the initial policy; returns the step it stands at.
 
-        `meeting` as in `sharding.join`. ValueError for a model or a checkpoint that cannot be used.
+        `meeting` as in `sharding.join`. `own`: the checkpoint is this replica's; of another one it takes only what all
+        share. ValueError for a model or a checkpoint that cannot be used.
         """
+        self.close()
         settings, config = self.settings, self.settings.config
         torch.manual_seed(settings.seed)
         self.replica = (
@@ -176,7 +187,48 @@ class TrainerPart:
             advantage_scaling=settings.advantage_scaling,
             total=self.replica.total,
         )
-        return load_state(checkpoint, self.learner, self.replica) if checkpoint else 0
+        self.learner.outer = self.outer = self._open_outer(rank, size)
+        self.step_n = load_state(checkpoint, self.learner, self.replica) if checkpoint else 0
+        if self.outer is not None and checkpoint is not None and not own:
+            self.outer.synced_only()
+            self.step_n = self.outer.step
+        return self.step_n
+
+    def _open_outer(self, rank: int, size: int) -> Outer | None:
+        """Join the other replicas. From here on they wait for this one in their syncs, so it comes last."""
+        diloco = self.settings.diloco
+        if diloco is None:
+            return None
+        from services.diloco.replicas import Extra, Outer, open_manager  # here: a trainer alone needs no torchft
+
+        manager = open_manager(
+            diloco, replica=self.settings.replica, rank=rank, procs=size,
+            lighthouse=self.settings.lighthouse, share=self.replica.shared,
+        )  # fmt: skip
+        learner = self.learner
+        trained = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
+        return Outer(
+            diloco,
+            trained,
+            learner.optimizer,
+            manager,
+            extra=Extra(learner.taid.state_dict, learner.taid.load_state_dict),
+        )
+
+    def catch_up(self, rounds: int, limit_s: float) -> int:
+        """Heal from a peer that stands at `rounds` syncs or more, at its next one; returns the step it stands at then.
+
+        The step it stood at before when no peer came to a sync within `limit_s`.
+        """
+        assert self.outer is not None
+        if self.outer.catch_up(rounds, limit_s):
+            self.step_n = self.outer.step
+        return self.step_n
+
+    def leave(self) -> None:
+        """Average with nobody from now on: the others need not wait for this replica."""
+        if self.outer is not None:
+            self.outer.close()
 
     def shares(self, batch: TrainBatch) -> list[StepPlan]:
         """What each proc does of a step, by rank."""
@@ -191,10 +243,11 @@ class TrainerPart:
                 rows = self.inline.align(share.contexts)
             hinted = Hinted.from_reader(rows.in_order(), rows.row_offsets, version=rows.version)
         metrics = self.learner.step(share, hinted)
+        self.step_n = share.batch.id + 1 if self.outer is None else self.outer.step
         if self.inline is not None and self.settings.sdpo.hinted.weights != "initial":
             with self.spans("trainer/teacher"):
                 weights = {name: whole(p.detach()) for name, p in self.source().items()}
-                self.inline.follow(share.batch.id + 1, self._merge(weights) if self._merge else weights)
+                self.inline.follow(self.step_n, self._merge(weights) if self._merge else weights)
         return metrics, hinted.failure if hinted is not None else ""
 
     def save(self, path: Path, step: int) -> None:
@@ -211,6 +264,7 @@ class TrainerPart:
         return None if self.settings.config.dtype == "float32" else getattr(torch, self.settings.config.dtype)
 
     def close(self) -> None:
+        self.leave()
         self.replica.close()
 
     def _model(self, path: str) -> PolicyModel:

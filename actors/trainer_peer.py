@@ -31,9 +31,17 @@ class TrainerPeerActor(MeshActor):
         self.part.close()
 
     @concurrent_endpoint
-    async def load(self, size: int, port: int, checkpoint: str | None) -> int:
+    async def load(self, size: int, port: int, checkpoint: str | None, own: bool) -> int:
         path = Path(checkpoint) if checkpoint else None
-        return await asyncio.to_thread(self.part.load, self.rank, size, port, path)
+        return await asyncio.to_thread(self.part.load, self.rank, size, port, path, own)
+
+    @concurrent_endpoint
+    async def catch_up(self, rounds: int, limit_s: float) -> int:
+        return await asyncio.to_thread(self.part.catch_up, rounds, limit_s)
+
+    @concurrent_endpoint
+    async def leave(self) -> None:
+        await asyncio.to_thread(self.part.leave)
 
     @concurrent_endpoint
     async def step(self, share: StepPlan, ref: LogitsRef | None) -> str:

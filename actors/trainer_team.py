@@ -34,16 +34,31 @@ class Team:
     def size(self) -> int:
         return 1 + len(self._peers)
 
-    async def load(self, checkpoint: Path | None) -> int:
-        """Bring all parts to the checkpoint, or to the initial policy; returns the step they stand at."""
+    async def load(self, checkpoint: Path | None, own: bool = True) -> int:
+        """Bring all parts to the checkpoint, or to the initial policy; returns the step they stand at.
+
+        `own`: the checkpoint is this trainer's, and not another replica's.
+        """
         meeting, port = None, 0
         if self._peers:
             meeting, port = meeting_point(self.size, self.part.settings.config.collective_s)
         step, *_ = await _together(
-            asyncio.to_thread(self.part.load, 0, self.size, meeting, checkpoint),
-            *[peer.call(TrainerPeer.load, self.size, port, str(checkpoint or "") or None) for peer in self._peers],
+            asyncio.to_thread(self.part.load, 0, self.size, meeting, checkpoint, own),
+            *[peer.call(TrainerPeer.load, self.size, port, str(checkpoint or "") or None, own) for peer in self._peers],
         )
         return int(step)
+
+    async def catch_up(self, rounds: int, limit_s: float) -> int:
+        """`TrainerPart.catch_up` of all parts; returns the step they stand at."""
+        step, *_ = await _together(
+            asyncio.to_thread(self.part.catch_up, rounds, limit_s),
+            *[peer.call(TrainerPeer.catch_up, rounds, limit_s) for peer in self._peers],
+        )
+        return int(step)
+
+    async def leave(self) -> None:
+        """No part averages with other replicas any more."""
+        await _together(asyncio.to_thread(self.part.leave), *[peer.call(TrainerPeer.leave) for peer in self._peers])
 
     async def step(self, shares: Sequence[StepPlan], refs: Sequence[LogitsRef | None]) -> tuple[dict[str, float], str]:
         """One step, each proc on its share with the teacher's answer to it.

@@ -37,7 +37,7 @@ class EndlessBuffer(MeshActor):
         pass
 
     @concurrent_endpoint
-    async def rewind(self, step: int) -> None:
+    async def move_to(self, step: int) -> None:
         pass
 
     @concurrent_endpoint

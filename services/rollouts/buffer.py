@@ -103,6 +103,11 @@ class RolloutBuffer:
             journal.close()
             raise
 
+    @property
+    def frontier(self) -> int:
+        """The batch that is trained next: those before it are trained."""
+        return self._state.frontier
+
     def close(self) -> None:
         """Let another process open the folder. Nothing is lost by not closing."""
         self._journal.close()

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -46,6 +46,9 @@ from services.training.plan import Hinted, MicroBatch, PairBatch, StepPlan, plan
 from services.training.policy_model import Distillation, PolicyModel
 from services.weights.logits import LogitsGone
 from services.weights.region import RegionError
+
+if TYPE_CHECKING:
+    from services.diloco.replicas import Outer
 
 
 class OptimizerConfig(BaseModel):
@@ -159,6 +162,7 @@ class Learner:
             raise ValueError("policy.kl_beta and the dpo objective compare with the initial policy: pass a reference")
         self.spans = spans or Spans()
         self.taid = TAIDScheduler(TAIDConfig(total_steps=steps))
+        self.outer: Outer | None = None  # of a trainer that is one of several replicas
         self.parameters = [p for p in policy_model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -209,8 +213,8 @@ class Learner:
         for name, channel in channels.items():
             metrics |= channel.figures(name, self.total)
         metrics["replay/pairs"] = float(plan.pairs)
-        metrics["optimizer/lr"] = self._update(gradient, plan.batch.id)
-        return metrics
+        metrics["optimizer/lr"] = self._update(gradient, plan.batch)
+        return metrics | (self.outer.metrics() if self.outer is not None else {})
 
     def _rollout_channels(self, plan: StepPlan, hinted: Hinted | None) -> tuple[dict[str, Channel], dict[str, float]]:
         """The policy and SDPO channels, which share each micro-batch's forward pass, and what became of the hints."""
@@ -384,14 +388,17 @@ class Learner:
             poured = {name: channel.pour(gradient) for name, channel in channels.items()}
         return {f"{name}/{figure}": value for name, figures in poured.items() for figure, value in figures.items()}
 
-    def _update(self, gradient: list[torch.Tensor | None], step: int) -> float:
-        """Let AdamW step; returns the learning rate."""
+    def _update(self, gradient: list[torch.Tensor | None], batch: TrainBatch) -> float:
+        """Let AdamW step, and with it the outer loop when a sync is due; returns the learning rate."""
         with self.spans("trainer/optimizer"):
             for parameter, g in zip(self.parameters, gradient, strict=True):
                 parameter.grad = g
-            rate = self.optimizer_config.rate(step, self.steps)
+            rate = self.optimizer_config.rate(batch.id, self.steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+            if self.outer is not None:
+                self.outer.step = batch.id + 1
+                self.outer.trained(sum(rollout.sampled_tokens for group in batch.groups for rollout in group.rollouts))
             self.optimizer.step()
         return rate
 

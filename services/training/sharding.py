@@ -57,6 +57,14 @@ class Replica:
         names = dict.fromkeys(name for each in everyone for name in each)
         return {name: sum(each.get(name, 0.0) for each in everyone) for name in names}
 
+    def shared(self, value: Any = None) -> Any:
+        """What the first proc hands in, on all procs. A collective."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
     def close(self) -> None:
         """Leave the process group. Idempotent."""
         if self.mesh is not None and dist.is_initialized():

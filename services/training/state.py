@@ -5,6 +5,7 @@
     trainer/       for the trainer: float32 parameters and moments by name, as torch.distributed.checkpoint writes them,
                    each proc its shards; any number of procs reads them back
     trainer.json   what is no tensor
+    (of a replica among several, what its outer loop holds is in the last two as well)
 
 Whoever calls this makes the folder appear whole or not at all (`services.runs.checkpoints`).
 """
@@ -42,9 +43,12 @@ def save_state(
     if replica.leads:
         save_policy(learner.model, policy, path / POLICY, path / ADAPTER)
         tokenizer.save_pretrained(path / POLICY)
-        (path / PROGRESS).write_text(json.dumps({"step": step, "taid": learner.taid.state_dict()}))
+        progress = {"step": step, "taid": learner.taid.state_dict()}
+        if learner.outer is not None:
+            progress["outer"] = learner.outer.progress()
+        (path / PROGRESS).write_text(json.dumps(progress))
     del policy
-    tensors = {**_parameters(learner), **_moments(learner), "rng": torch.get_rng_state()}
+    tensors = {**_parameters(learner), **_moments(learner), **_outer(learner), "rng": torch.get_rng_state()}
     with _no_advice():
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path / TENSORS), no_dist=replica.size == 1)
 
@@ -59,7 +63,8 @@ def load_state(path: Path, learner: Learner, replica: Replica = ALONE) -> int:
         return _load_one_file(path / ONE_FILE, learner)
     reader = dcp.FileSystemReader(path / TENSORS)
     saved = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {**_parameters(learner), "rng": torch.get_rng_state()}
+    outer = _outer(learner)
+    tensors: dict[str, Any] = {**_parameters(learner), **outer, "rng": torch.get_rng_state()}
     _check_same_model(path, tensors, saved)
     known = [name for name in _trained(learner) if f"{name} exp_avg" in saved]  # the others had no gradient yet
     for name in known:
@@ -72,7 +77,14 @@ def load_state(path: Path, learner: Learner, replica: Replica = ALONE) -> int:
     torch.set_rng_state(tensors["rng"])
     progress = json.loads((path / PROGRESS).read_text())
     learner.taid.load_state_dict(progress["taid"])
+    if learner.outer is not None:
+        learner.outer.load({name: tensors[name] for name in outer}, progress["outer"])
     return int(progress["step"])
+
+
+def rounds_of(path: Path) -> int:
+    """How many syncs with other replicas the checkpoint in the folder `path` has behind it."""
+    return int(json.loads((path / PROGRESS).read_text()).get("outer", {}).get("rounds", 0))
 
 
 def _load_one_file(file: Path, learner: Learner) -> int:
@@ -96,6 +108,11 @@ def _trained(learner: Learner) -> dict[str, torch.nn.Parameter]:
 def _parameters(learner: Learner) -> dict[str, Tensor]:
     """What is trained, by name; the rest is in the model that a checkpoint's policy is made of."""
     return {name: parameter.detach() for name, parameter in _trained(learner).items()}
+
+
+def _outer(learner: Learner) -> dict[str, Tensor]:
+    """What the outer loop holds, by name."""
+    return learner.outer.state_dict() if learner.outer is not None else {}
 
 
 def _moments(learner: Learner) -> dict[str, Tensor]:

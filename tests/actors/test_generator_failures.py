@@ -53,6 +53,9 @@ class Buffer:
         self.put_error, self.claim_error, self.abandoned, self.put = put_error, claim_error, [], []
         self.put_called = asyncio.Event()
 
+    def only(self, member):
+        return self
+
     async def call(self, endpoint, *args):
         if endpoint.__name__ == "claim":
             await asyncio.sleep(0.001)

@@ -25,6 +25,9 @@ class Buffer:
         self.leases = [Lease(f"lease-{n}", Task(f"t{n}", n, n), 0, 60.0) for n in range(2)]
         self.abandoned: list[str] = []
 
+    def only(self, member):
+        return self
+
     async def call(self, endpoint, *args):
         if endpoint.__name__ == "claim":
             await asyncio.sleep(0.001)

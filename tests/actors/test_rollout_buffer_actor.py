@@ -115,7 +115,7 @@ def test_after_a_rewind_the_samples_of_the_new_course_replace_the_old_ones(tmp_p
             await deliver(actor, step, text="the first course")
             assert await call(actor, "take", step, 1.0)
             await call(actor, "trained", step)
-        await call(actor, "rewind", 0)  # the rollouts of version 1 are discarded, those of version 0 are kept
+        await call(actor, "move_to", 0)  # the rollouts of version 1 are discarded, those of version 0 are kept
         assert await call(actor, "take", 0, 1.0)
         await call(actor, "trained", 0)
         await deliver(actor, 1, text="another course")
@@ -167,7 +167,7 @@ def test_in_its_place_another_one_ends_at_the_first_claim_unless_training_starts
         resumed = actor_in(tmp_path)
         await resumed.setup()
         loop = asyncio.create_task(resumed._guarded_run())
-        await call(resumed, "rewind", 0)
+        await call(resumed, "move_to", 0)
         await deliver(resumed)
         assert (await call(resumed, "take", 0, 1.0)).id == 0
         resumed.finishing.set()

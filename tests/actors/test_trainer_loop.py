@@ -70,7 +70,7 @@ def make_trainer(model_path, tmp_path, buffer=None, teacher=None, *, alpha=0.0, 
         1.0, "none", 0,
     )  # fmt: skip
     actor = TrainerActor("trainer-0", settings, str(tmp_path))
-    actor.bindings["rollout_buffer"] = buffer or Buffer()
+    actor.buffer = buffer or Buffer()
     if teacher is not None:
         actor.bindings["sdpo_teacher"] = teacher
     return actor
