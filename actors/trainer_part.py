@@ -64,7 +64,7 @@ class TrainerConfig(BaseModel):
     threads: int = Field(1, ge=1, description="CPU threads of each of the trainer's procs.")
     device: str = Field("cpu", description="Torch device of the trainer; with several procs cpu or cuda, one GPU each.")
     devices: tuple[str, ...] = Field(
-        (), description="The GPU of each proc, as CUDA_VISIBLE_DEVICES names it; empty: the first ones."
+        (), description="The GPU of each proc, replica by replica, as CUDA_VISIBLE_DEVICES names it; empty: the first."
     )
     dtype: ComputeDtype = Field(
         "float32", description="What is computed in. Parameters and moments are kept in float32 either way."
@@ -81,10 +81,10 @@ class TrainerConfig(BaseModel):
                 f'trainer.devices names GPUs and trainer.device is {self.device!r}: set trainer.device = "cuda", or '
                 "leave trainer.devices out"
             )
-        if self.devices and len(self.devices) != self.procs:
+        if self.devices and len(self.devices) != self.procs * self.replicas:
             raise ValueError(
-                f"trainer.devices has {len(self.devices)} entries for trainer.procs = {self.procs}: name one GPU per "
-                "proc, or leave it out"
+                f"trainer.devices has {len(self.devices)} entries for trainer.procs = {self.procs} and "
+                f"trainer.replicas = {self.replicas}: name one GPU per proc of each replica, or leave it out"
             )
         if self.procs > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(
@@ -95,10 +95,11 @@ class TrainerConfig(BaseModel):
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """The GPU of each proc; empty where the procs see what there is."""
-        if self.devices or self.device != "cuda" or self.procs == 1:
+        """The GPU of each proc, replica by replica; empty where the procs see what there is."""
+        procs = self.procs * self.replicas
+        if self.devices or self.device != "cuda" or procs == 1:
             return self.devices
-        return tuple(map(str, range(self.procs)))
+        return tuple(map(str, range(procs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class TrainerSettings:
     diloco: DilocoConfig | None = None  # None: this trainer averages with nobody
     replica: int = 0  # which trainer of the run it is
     lighthouse: str = ""  # its address, where replicas meet over torchft
+    watch_kl: bool = False  # measure the KL to the initial policy though no loss has it
 
     @property
     def inline(self) -> bool:
@@ -186,6 +188,7 @@ class TrainerPart:
             spans=self.spans,
             advantage_scaling=settings.advantage_scaling,
             total=self.replica.total,
+            watch_kl=settings.watch_kl,
         )
         self.learner.outer = self.outer = self._open_outer(rank, size)
         self.step_n = load_state(checkpoint, self.learner, self.replica) if checkpoint else 0
@@ -281,7 +284,7 @@ class TrainerPart:
     def _initial(self) -> PolicyModel | None:
         """The initial policy, where something is compared with it or it is shown hints."""
         settings, config = self.settings, self.settings.config
-        if not settings.inline and not needs_reference(settings.policy, settings.replay):
+        if not settings.inline and not needs_reference(settings.policy, settings.replay, settings.watch_kl):
             return None
         dtype = settings.sdpo.hinted.dtype if settings.inline else config.dtype
         device = config.device if self.replica.mesh is None or settings.inline else "cpu"

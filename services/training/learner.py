@@ -129,6 +129,7 @@ class Learner:
     `reference` is the initial policy, None where nothing compares with it. `encode` turns a text into ids without
     special tokens, `eos_id` ends a turn. `steps` is the length of the run for the schedules, `temperature` the one that
     rollouts are sampled at, `max_tokens` those of one forward pass (with their padding, if the model runs padded).
+    `watch_kl`: measure the KL to the initial policy in every step, whether or not it is part of a loss.
     `total` adds figures up over the trainer's procs. ValueError for settings that need a reference and have none, or
     for a KL in the reward of advantages that are divided by a standard deviation.
     """
@@ -150,16 +151,20 @@ class Learner:
         spans: Spans | None = None,
         advantage_scaling: str | None = None,
         total: Total = dict,
+        watch_kl: bool = False,
     ) -> None:
         """`advantage_scaling`: how the batch's advantages were scaled; None is as the objective's paper does."""
         self.policy_model, self.reference, self.encode, self.eos_id = policy_model, reference, encode, eos_id
         self.steps, self.optimizer_config, self.policy, self.sdpo, self.replay = steps, optimizer, policy, sdpo, replay
         self.temperature, self.max_tokens, self.total = temperature, max_tokens, total
+        self.watch_kl = watch_kl and not policy.kl_in_loss  # which measures it
         self.advantage_scaling = advantage_scaling or ADVANTAGE_SCALING[policy.objective]
         if policy.kl_in_reward:
             check_kl_in_reward(policy.kl_beta, self.advantage_scaling)
-        if needs_reference(policy, replay) and reference is None:
-            raise ValueError("policy.kl_beta and the dpo objective compare with the initial policy: pass a reference")
+        if needs_reference(policy, replay, watch_kl) and reference is None:
+            raise ValueError(
+                "policy.kl_beta, watch_kl and the dpo objective compare with the initial policy: pass a reference"
+            )
         self.spans = spans or Spans()
         self.taid = TAIDScheduler(TAIDConfig(total_steps=steps))
         self.outer: Outer | None = None  # of a trainer that is one of several replicas
@@ -220,9 +225,10 @@ class Learner:
         """The policy and SDPO channels, which share each micro-batch's forward pass, and what became of the hints."""
         policy = Channel(1.0, self.optimizer_config.max_grad_norm)
         sdpo = Channel(self.sdpo.alpha, self.sdpo.max_grad_norm)
-        mismatch = Averages()
+        mismatch, drift = Averages(), Averages()
         with self.spans("trainer/inputs"):
-            inputs = [self._inputs(m.samples, self.temperature, self.policy.kl_beta > 0) for m in plan.micro_batches]
+            compared = self.policy.kl_beta > 0 or self.watch_kl
+            inputs = [self._inputs(m.samples, self.temperature, compared) for m in plan.micro_batches]
             self._take_kl_off_advantages(plan, inputs)
             normalizer = self.total({"policy": sum(map(self._normalizer, inputs))})["policy"]
         figures, rows = self._sdpo_figures(plan, hinted)
@@ -247,8 +253,12 @@ class Learner:
                 policy.add(found, self.parameters, keep_graph=output.distilled is not None)
                 if output.distilled is not None:
                     sdpo.add(output.distilled, self.parameters, keep_graph=False)
-            mismatch.add(*_mismatch(logprobs, x))
+            mismatch.add(*_mean_kl("kl", logprobs, x.behaviour_logprobs, x.loss_mask))
+            if self.watch_kl and x.reference is not None:
+                drift.add(*_mean_kl("ref_kl", logprobs, x.reference, x.loss_mask))
         figures |= mismatch.over_procs(self.total).figures("mismatch")
+        if self.watch_kl:
+            figures |= drift.over_procs(self.total).figures("policy")
         unread = self.total({"unread": float(hinted is not None and bool(hinted.failure))})["unread"]
         figures["sdpo/unread"] = float(unread > 0)
         if sdpo.gradient is None or unread:
@@ -403,12 +413,17 @@ class Learner:
         return rate
 
 
-def needs_reference(policy: PolicyConfig, replay: ReplayConfig) -> bool:
+def needs_reference(policy: PolicyConfig, replay: ReplayConfig, watch_kl: bool = False) -> bool:
     """Whether these settings compare with the initial policy."""
-    return policy.kl_beta > 0 or (replay.beta > 0 and replay.loss.objective == "dpo")
+    return policy.kl_beta > 0 or watch_kl or (replay.beta > 0 and replay.loss.objective == "dpo")
 
 
-def _mismatch(logprobs: torch.Tensor, x: Inputs) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """KL (k3) between the policy at the start of the step and whoever sampled the tokens, and the tokens it is over."""
-    mask = finite_tokens(x.loss_mask, x.behaviour_logprobs)
-    return {"kl": masked_mean(kl_estimate(logprobs.detach(), x.behaviour_logprobs), mask)}, mask.sum()
+def _mean_kl(
+    name: str, logprobs: torch.Tensor, others: torch.Tensor, sampled: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """KL (k3) between the policy at the start of the step and another, over the sampled tokens, and how many those are.
+
+    All are (B, T - 1). Tokens to which the other gave no finite logprob are left out.
+    """
+    mask = finite_tokens(sampled, others)
+    return {name: masked_mean(kl_estimate(logprobs.detach(), others), mask)}, mask.sum()

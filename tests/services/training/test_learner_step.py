@@ -247,11 +247,32 @@ def test_kl_in_the_loss_pulls_toward_the_reference():
     assert seen[-1] < 0.8 * seen[0]
 
 
+@pytest.mark.parametrize("max_tokens", [10_000, 1])
+@pytest.mark.parametrize("policy", [{}, {"kl_beta": 0.05, "kl_in_reward": True}, {"kl_beta": 0.05}])
+def test_a_kl_that_is_watched_is_the_mean_over_the_sampled_tokens_and_enters_no_loss(policy, max_tokens):
+    model, reference = tiny_model(), tiny_model(seed=1)
+    made = batch(model, pairs=0)
+    watched = learner(model, reference, policy=policy, max_tokens=max_tokens, watch_kl=True)
+    blind = learner(model, reference, policy=policy, max_tokens=max_tokens)
+    mine, theirs = torch.cat(sampled_logprobs(model.eval(), made)), torch.cat(sampled_logprobs(reference.eval(), made))
+    by_hand = (torch.exp(theirs - mine) - (theirs - mine) - 1).mean()
+    assert step(watched, made)["policy/ref_kl"] == pytest.approx(float(by_hand), rel=1e-4)
+    step(blind, made)
+    torch.testing.assert_close(gradients(watched), gradients(blind), rtol=0, atol=0)
+
+
+def test_a_policy_that_is_the_initial_one_has_no_kl_to_it():
+    model = tiny_model()
+    assert step(learner(model, copy.deepcopy(model), watch_kl=True), batch(model))["policy/ref_kl"] < 1e-6
+
+
 def test_a_loss_that_compares_with_the_initial_policy_needs_it():
     with pytest.raises(ValueError, match="pass a reference"):
         learner(tiny_model(), None, objective="bnpo", policy={"kl_beta": 0.1})
     with pytest.raises(ValueError, match="pass a reference"):
         learner(tiny_model(), None, beta=0.1, replay_loss={"objective": "dpo"})
+    with pytest.raises(ValueError, match="pass a reference"):
+        learner(tiny_model(), None, watch_kl=True)
     learner(tiny_model(), None, beta=0.1, replay_loss={"objective": "simpo"})
 
 
