@@ -105,7 +105,14 @@ def _resume(arguments: argparse.Namespace) -> int:
     from launch.models import initial_model
 
     run = find_run(arguments.run, arguments.root)
-    config = validated(run.read_config(), str(run.config), arguments.set)
+    before = run.read_config()
+    replicas = before.get("trainer", {}).get("replicas", 1)
+    config = validated(before, str(run.config), arguments.set)
+    if config.trainer.replicas != replicas:
+        raise Refused(
+            f"run {run.name} began with trainer.replicas = {replicas}, and each replica has a buffer and a share of "
+            "the tasks of its own: resume it with as many, or start a new run from its policy (model.path)"
+        )
     _check_packages(config)
     _check_teachers(config)
     latest = Checkpoints(run.checkpoints).latest()
@@ -217,7 +224,11 @@ def _status(arguments: argparse.Namespace) -> int:
 def _print_members(live: dict[str, Any]) -> None:
     for name, health in live["members"].items():
         since = time.time() - health["heard"]
-        shown = {k: health[k] for k in ("version", "step", "episodes", "scored", "contexts", "pairs") if k in health}
+        shown = {
+            k: health[k]
+            for k in ("version", "step", "rounds", "trainer", "episodes", "scored", "contexts", "pairs")
+            if k in health
+        }
         figures = " ".join(f"{key}={value}" for key, value in shown.items())
         print(f"  {name:18} pid {health['pid']:<8} heard {since:4.1f} s ago  {figures}")
         if health.get("trouble"):

@@ -150,8 +150,8 @@ class Config(BaseModel):
             )
         if trainer.steps % diloco.sync_every:
             raise ValueError(
-                f"trainer.steps {trainer.steps} is no multiple of diloco.sync_every {diloco.sync_every}: the last steps "
-                "would be averaged with nobody; change one of them"
+                f"trainer.steps {trainer.steps} is no multiple of diloco.sync_every {diloco.sync_every}: the last "
+                "steps would be averaged with nobody; change one of them"
             )
         world = trainer.replicas if diloco.world_size is None else diloco.world_size
         if diloco.first_rank + trainer.replicas > world:
@@ -166,7 +166,8 @@ class Config(BaseModel):
             )
         if diloco.transport == "torchft" and world != trainer.replicas:
             raise ValueError(
-                'diloco.world_size and first_rank are for diloco.transport = "object_store": set that, or leave them out'
+                'diloco.world_size and diloco.first_rank are for diloco.transport = "object_store": set that, or leave '
+                "them out"
             )
 
     def resolved(self) -> dict[str, Any]:

@@ -4,9 +4,9 @@
     follow  trainer.reports       one row per step ─▶ metrics.jsonl, tb/, table
     beat    directory.beat        view out, commands in; status.json; dead servers started again
 
-The run ends when the trainer is done, when it is told to stop (Ctrl-C, `milkweed stop`), or when a role keeps dying.
+The run ends when all trainers are done, when it is told to stop (Ctrl-C, `milkweed stop`), or when a role keeps dying.
 Released in this order, each step bounded: trainer (ends its step, saves) ─▶ generators ─▶ teachers ─▶ SDPO teacher ─▶
-rewarders ─▶ rollout buffer ─▶ all procs ─▶ directory ─▶ servers ─▶ the run's lock.
+rewarders ─▶ lighthouse ─▶ rollout buffer ─▶ all procs ─▶ directory ─▶ servers ─▶ the run's lock.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from typing import Any
 
 from monarch.actor import shutdown_context, this_host
 
+from actors.following import buffer_name, trainer_name
+from actors.replicas import checkpoints_of
 from launch.config import Config
 from launch.evaluation import evaluate
 from launch.leftovers import FILE as PIDS
 from launch.leftovers import end_leftovers, remember
 from launch.places import FINISH_ORDER, places
-from launch.record import Record
+from launch.record import Record, mean_rewards
 from launch.services import LocalServers
 from mesh import roles
 from mesh.binding import Binding, BindingError
@@ -39,7 +41,6 @@ from mesh.supervision import RoleKeepsDying, StartFailed, Supervisor, install_fa
 from mesh.topology import Place, Placed, ProcSpec, configure_monarch, fill
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.process import ServerFailure
-from services.runs.checkpoints import Checkpoints
 from services.runs.deaths import DeathLog
 from services.runs.folder import RunFolder
 from services.runs.lock import RunLock
@@ -75,8 +76,11 @@ class Driver:
         self.supervisor = Supervisor(this_host(), config.supervision, self.say, self.deaths)
         self.supervisor.listeners.append(lambda table: self.bindings[table.role].update(table))
         self.bindings = {role: Binding[Any](role) for role in roles.ROLES}
-        self.checkpoints = Checkpoints(run.checkpoints, keep=config.trainer.keep_checkpoints)
-        self.record = Record(run.path, table, self.supervisor, self.say)
+        replicas = range(config.trainer.replicas)
+        self.trainers = [self.bindings["trainer"].only(trainer_name(replica)) for replica in replicas]
+        self.buffers = [self.bindings["rollout_buffer"].only(buffer_name(replica)) for replica in replicas]
+        self.checkpoints = [checkpoints_of(run.path, r, config.trainer.keep_checkpoints) for r in replicas]
+        self.records = [Record(run.path, table, self.supervisor, self.say, replica) for replica in replicas]
         self.stopping = asyncio.Event()
         self.state = "starting"
         self._releasing = False
@@ -101,9 +105,10 @@ class Driver:
                 self.run.write_config(self.config.resolved())
             # First of all: an orphan of an earlier driver may be writing the very checkpoint that is looked for.
             await asyncio.to_thread(end_leftovers, self.run.path, self.say)
-            self.checkpoints.sweep()
-            latest = self.checkpoints.latest()
-            self.record.open(latest.step if latest else 0)
+            for checkpoints, record in zip(self.checkpoints, self.records, strict=True):
+                checkpoints.sweep()
+                latest = checkpoints.latest()
+                record.open(latest.step if latest else 0)
             self._handle_signals()
             try:
                 await self._unless_stopped(self._place())
@@ -163,19 +168,23 @@ class Driver:
             await _cancelled(*loops)
 
     async def _follow(self) -> None:
-        """Record every step; returns when the trainer has done the last one and saved."""
-        while True:
+        """Record every step; returns when all trainers have done their last one and saved."""
+        names = [record.trainer for record in self.records]
+        while not all(self._done(self.supervisor.health.get(name, {})) for name in names):
             await self._read_reports(wait_s=1.0)
-            trainer = self.supervisor.health.get("trainer-0", {})
-            if trainer.get("done") and not trainer["failure"] and trainer["step"] >= self.config.trainer.steps:
-                return
+
+    def _done(self, trainer: dict[str, Any]) -> bool:
+        return bool(trainer.get("done")) and not trainer["failure"] and trainer["step"] >= self.config.trainer.steps
 
     async def _read_reports(self, wait_s: float) -> None:
+        pairs = zip(self.trainers, self.records, strict=True)
+        await asyncio.gather(*[self._read_reports_of(trainer, record, wait_s) for trainer, record in pairs])
+
+    async def _read_reports_of(self, trainer: Binding[Any], record: Record, wait_s: float) -> None:
         try:
-            known = (self.record.life, self.record.step - 1)
-            trainer = self.bindings["trainer"]
+            known = (record.life, record.step - 1)
             reports = await trainer.call_within(wait_s + 5.0, roles.Trainer.reports, *known, wait_s)
-            self.record.add(reports)
+            record.add(reports)
             self.deaths.stepped(reports)
         except BindingError as error:
             self.say(f"no report: {error}")
@@ -208,20 +217,27 @@ class Driver:
     async def _obey(self, command: str) -> str:
         if command == "stop":
             self.stop()
-            return f"stopping after step {self.record.step}"
+            return f"stopping after step {self._step}"
         if command == "checkpoint":
             try:
-                return await self.bindings["trainer"].call(roles.Trainer.checkpoint)
+                saved = await asyncio.gather(*[one.call(roles.Trainer.checkpoint) for one in self.trainers])
+                return ", ".join(saved)
             except BindingError as error:
                 return f"no checkpoint: {error}"
         return f"unknown command {command!r}; known: stop, checkpoint"
 
+    @property
+    def _step(self) -> int:
+        """Of the trainer that is furthest."""
+        return max(record.step for record in self.records)
+
     def _view(self) -> dict[str, Any]:
+        rewards = mean_rewards(self.records)
         return {
             "state": self.state,
-            "step": self.record.step,
+            "step": self._step,
             "steps": self.config.trainer.steps,
-            "reward": fmean(self.record.rewards[-5:]) if self.record.rewards else None,
+            "reward": fmean(rewards[-5:]) if rewards else None,
             "deaths": dict(self.supervisor.deaths),
             "members": {name: dict(health) for name, health in sorted(self.supervisor.health.items())},
             "driver_pid": os.getpid(),
@@ -249,12 +265,12 @@ class Driver:
         if self.bindings["rollout_buffer"].bound:
             accounts = await self._accounts()
         await self.supervisor.finish("rollout_buffer")
-        latest = self.checkpoints.latest()
+        latest = self.checkpoints[0].latest()
         summary = Summary(
             outcome,
             latest.step if latest else 0,
             time.monotonic() - began,
-            self.record.rewards,
+            mean_rewards(self.records),
             accounts,
             held_out,
             str(latest.path / "policy") if latest else None,
@@ -264,11 +280,13 @@ class Driver:
         return summary
 
     async def _accounts(self) -> dict[str, Any]:
-        try:
-            return await self.bindings["rollout_buffer"].call_within(10.0, roles.RolloutBuffer.accounts)
-        except BindingError as error:
-            self.say(f"no accounts: {error}")
-            return {}
+        """Of all rollout buffers together; of those that answer."""
+        calls = [buffer.call_within(10.0, roles.RolloutBuffer.accounts) for buffer in self.buffers]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                self.say(f"no accounts: {answer}")
+        return added_up([answer for answer in answers if not isinstance(answer, BaseException)])
 
     async def _release(self) -> None:
         """Leave nothing behind, whatever happened before."""
@@ -279,7 +297,8 @@ class Driver:
         self.say("stopping the directory and the servers")
         await self._stop_directory()
         await self.servers.stop()
-        self.record.close()
+        for record in self.records:
+            record.close()
         self.deaths.close()
         with contextlib.suppress(Exception):  # Monarch's many kinds; every proc is stopped already
             await asyncio.wait_for(shutdown_context(), 30.0)
@@ -334,6 +353,18 @@ async def drive(config: Config, run: RunFolder, model_path: Path) -> Summary:
         driver = Driver(config, run, model_path, table)
         install_fault_hook(driver.say)
         return await driver.drive()
+
+
+def added_up(accounts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The accounts of several rollout buffers as one: numbers added up, lists put together."""
+    total: dict[str, Any] = {}
+    for each in accounts:
+        for name, value in each.items():
+            if isinstance(value, dict):
+                total[name] = added_up([total.get(name, {}), value])
+            else:
+                total[name] = total[name] + value if name in total else value
+    return total
 
 
 async def _cancelled(*tasks: asyncio.Task[Any] | None) -> None:

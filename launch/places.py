@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
+from actors.following import buffer_name, trainer_name
 from actors.generator import GeneratorActor
+from actors.lighthouse import LighthouseActor
 from actors.rewarder import RewarderActor
 from actors.rollout_buffer import RolloutBufferActor
 from actors.sdpo_teacher import SDPOTeacherActor
@@ -19,7 +22,13 @@ from mesh.topology import Place, ProcSpec
 from services.runs.folder import RunFolder
 
 # Roles end in this order: who needs another ends before it.
-FINISH_ORDER = ["trainer", "generator", "teachers", "sdpo_teacher", "rewarder", "rollout_buffer"]
+FINISH_ORDER = ["trainer", "generator", "teachers", "sdpo_teacher", "rewarder", "lighthouse", "rollout_buffer"]
+
+
+def free_port(host: str) -> int:
+    """A port of `host` that nothing listens on now."""
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServers) -> list[Place]:
@@ -30,12 +39,12 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
 
     model, environment = str(model_path), (servers.environment_url, config.environment)
     sampling = config.generator.episode.temperature
-    filled = [
-        Place(
-            "rollout_buffer", "rollout-buffer-0", RolloutBufferActor,
-            (config.buffer(), config.run.seed, str(run.path), config.run.sample_every), proc("rollout-buffer-0"),
-        )
-    ]  # fmt: skip
+    replicas = config.trainer.replicas
+    filled = []
+    for replica in range(replicas):
+        name, share = buffer_name(replica), (replica, replicas)
+        holding = (config.buffer(), config.run.seed, str(run.path), config.run.sample_every, share)
+        filled.append(Place("rollout_buffer", name, RolloutBufferActor, holding, proc(name)))
     filled += [
         Place("rewarder", name, RewarderActor, (config.rewarder.reward,), proc(name))
         for name in (f"rewarder-{i}" for i in range(config.rewarder.count))
@@ -43,28 +52,33 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
     if config.replay.beta:
         asked = config.teachers.asked(servers.urls.get("teachers"))
         name, own = "teachers-0", config.teachers.vllm if config.teachers.backend == "vllm" else None
-        asking = (asked, str(run.teachers), own)
+        asking = (asked, str(run.teachers), own, replicas)
         filled.append(Place("teachers", name, TeacherPoolActor, asking, proc(name, own.threads if own else 1)))
     if config.sdpo.alpha and config.sdpo.teacher == "actor":
         name, hinted = "sdpo-teacher-0", config.sdpo.hinted
-        arguments = (hinted, model, *environment, config.weights, config.tune)
+        arguments = (hinted, model, *environment, config.weights, config.tune, replicas)
         filled.append(Place("sdpo_teacher", name, SDPOTeacherActor, arguments, proc(name, hinted.threads)))
+    lighthouse = ""
+    if config.averages and config.diloco.transport == "torchft":
+        port = config.diloco.lighthouse_port or free_port(config.diloco.host)
+        lighthouse = f"http://{config.diloco.host}:{port}"
+        filled.append(Place("lighthouse", "lighthouse-0", LighthouseActor, (config.diloco, port), proc("lighthouse-0")))
     settings = TrainerSettings(
         config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, sampling,
         config.buffer().advantage_scaling, config.run.seed, config.tune,
+        config.diloco if config.averages else None, lighthouse=lighthouse,
     )  # fmt: skip
-    spec = replace(proc("trainer-0", config.trainer.threads), devices=config.trainer.gpus)
-    filled.append(
-        Place(
-            "trainer", "trainer-0", TrainerActor, (settings, str(run.path)), spec,
-            procs=config.trainer.procs, peer=TrainerPeerActor,
-        )
-    )  # fmt: skip
+    for replica in range(replicas):
+        name, procs = trainer_name(replica), config.trainer.procs
+        devices = config.trainer.gpus[replica * procs : (replica + 1) * procs]
+        spec = replace(proc(name, config.trainer.threads), devices=devices)
+        training = (replace(settings, replica=replica), str(run.path))
+        filled.append(Place("trainer", name, TrainerActor, training, spec, procs=procs, peer=TrainerPeerActor))
     at_once = -(-config.generator.count * config.generator.episodes // config.rewarder.count)
     score_limit_s = config.rewarder.reward.limit_s(at_once)
     playing = (config.generator, model, *environment, config.weights, config.run.seed, score_limit_s, config.tune)
     for i in range(config.generator.count):
         name, devices = f"generator-{i}", config.generator.devices[i : i + 1]
         spec = replace(proc(name, config.generator.threads), devices=devices)
-        filled.append(Place("generator", name, GeneratorActor, playing, spec))
+        filled.append(Place("generator", name, GeneratorActor, (*playing, i, replicas), spec))
     return filled

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from actors.following import trainer_name
 from mesh.supervision import Supervisor
+from services.runs.folder import of_replica
 from services.telemetry.metrics import MetricsWriter
 from services.telemetry.table import ProgressTable
 
 
 class Record:
-    """Metrics files, table and rewards. A trainer placed again does steps again: their rows are replaced."""
+    """Metrics files, table and rewards of one trainer. Placed again it may do steps again: their rows are replaced."""
 
-    def __init__(self, run_dir: Path, table: ProgressTable, supervisor: Supervisor, say: Callable[[str], None]) -> None:
-        self.run_dir, self.table, self.supervisor, self.say = run_dir, table, supervisor, say
+    def __init__(
+        self,
+        run_dir: Path,
+        table: ProgressTable,
+        supervisor: Supervisor,
+        say: Callable[[str], None],
+        replica: int = 0,
+    ) -> None:
+        self.run_dir, self.table, self.supervisor, self.say = of_replica(run_dir, replica), table, supervisor, say
+        self.run_dir.mkdir(exist_ok=True)
+        self.trainer = trainer_name(replica)
         self.step = 0  # the next one to be recorded
         self._metrics: MetricsWriter | None = None
         self.life = ""  # names the trainer that did the last step
@@ -35,21 +48,21 @@ class Record:
             self._metrics = None
 
     @property
-    def rewards(self) -> list[float]:
+    def rewards(self) -> dict[int, float]:
         """Mean rewards by step; steps whose rollouts could not be scored have none."""
-        return [self._rewards[step] for step in sorted(self._rewards)]
+        return dict(self._rewards)
 
     def add(self, reports: list[dict[str, Any]]) -> None:
         """Write down reports, oldest first."""
         for report in reports:
             if report["life"] != self.life and report["step"] < self.step:
-                self.say(f"steps {report['step']} to {self.step - 1} are done again")
+                self.say(f"{self.trainer} does steps {report['step']} to {self.step - 1} again")
                 self._rewards = {step: reward for step, reward in self._rewards.items() if step < report["step"]}
                 self.open(report["step"])
             row = self._row(report)
             assert self._metrics is not None
             self._metrics.write(report["step"], row, report["histograms"])
-            self.table.update({"step": report["step"], **row})
+            self.table.update({"step": report["step"], "replica": report.get("replica", 0), **row})
             self.step, self.life, self._finished_at = report["step"] + 1, report["life"], report["finished_at"]
             if row.get("reward/mean") is not None:
                 self._rewards[report["step"]] = row["reward/mean"]
@@ -88,3 +101,12 @@ class Record:
             total[role] = total.get(role, 0.0) + uptime_s - uptime_before
             self._before[name] = (incarnation, busy_s, uptime_s)
         return {role: min(1.0, max(0.0, 1.0 - busy[role] / total[role])) for role in busy if total[role] > 0.2}
+
+
+def mean_rewards(records: Iterable[Record]) -> list[float]:
+    """Mean reward of each step, in order, over the trainers that have one for it."""
+    by_step: defaultdict[int, list[float]] = defaultdict(list)
+    for record in records:
+        for step, reward in record.rewards.items():
+            by_step[step].append(reward)
+    return [fmean(by_step[step]) for step in sorted(by_step)]

@@ -53,7 +53,10 @@ class ProgressTable:
             self._live = None
 
     def update(self, row: Mapping[str, float | None]) -> None:
-        """Show one step: its metrics by name, with the key "step". Metrics without a column are ignored."""
+        """Show one step: its metrics by name, with the key "step", and "replica" where there are several trainers.
+
+        Metrics without a column are ignored.
+        """
         self._rows.append(dict(row))
         new = [name.removeprefix(IDLE) for name in row if name.startswith(IDLE)]
         self._roles += [role for role in new if role not in self._roles]
@@ -69,17 +72,22 @@ class ProgressTable:
         for title in ("step", *(title for title, _ in COLUMNS.values()), *(f"idle {role}" for role in self._roles)):
             table.add_column(title, justify="right")
         for row in self._rows:
-            table.add_row(_text(row.get("step"), ".0f"), *_figures(row), *self._idle(row))
+            table.add_row(_step(row), *_figures(row), *self._idle(row))
         return table
 
     def _line(self, row: Mapping[str, float | None]) -> str:
         titles = (title for title, _ in COLUMNS.values())
         parts = [f"{title} {figure}" for title, figure in zip(titles, _figures(row), strict=True)]
         idle = ", ".join(f"{role} {share}" for role, share in zip(self._roles, self._idle(row), strict=True))
-        return "  ".join([f"step {_text(row.get('step'), '.0f')}", *parts, *([f"idle: {idle}"] if idle else [])])
+        return "  ".join([f"step {_step(row)}", *parts, *([f"idle: {idle}"] if idle else [])])
 
     def _idle(self, row: Mapping[str, float | None]) -> list[str]:
         return [_text(row.get(IDLE + role), ".0%") for role in self._roles]
+
+
+def _step(row: Mapping[str, float | None]) -> str:
+    replica = row.get("replica")
+    return _text(row.get("step"), ".0f") + (f" (replica {replica:.0f})" if replica else "")
 
 
 def _figures(row: Mapping[str, float | None]) -> list[str]:

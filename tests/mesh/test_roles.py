@@ -20,7 +20,7 @@ ROLE_NAMES = sorted(ROLES)
 
 def filled(folder):
     """Actor, name and arguments of each role, as the bundled run fills them."""
-    config = load_config()
+    config = load_config(settings=["trainer.replicas=2"])
     servers = LocalServers(config, folder)
     servers.urls = {"environment": "http://environment", "teachers": "http://teachers"}
     run = SimpleNamespace(path=folder, logs=folder, teachers=folder / "teachers.jsonl")
