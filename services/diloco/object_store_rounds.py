@@ -1,0 +1,367 @@
+"""Averaging among replicas that share nothing but a store of files: one folder per round.
+
+    round-00000007/
+      contribution-0000-<time>-<nonce>.pt    a replica's tensors and what they count for; never written twice
+      MEMBERS                                put if absent, once: which of these files the round averages
+      rejoin-0002, state-0000.pt, healed-0002    a replica that is behind, and what heals it (see the manager)
+
+Every replica writes its contribution and looks until those that it awaits are there, or until `grace_s` has passed
+since there were enough. Then it proposes what it saw as MEMBERS; the first proposal stands, and everybody reads exactly
+those files and averages them in the order of ranks, by multiplications and additions of single elements, so the results
+are equal bit by bit, on every machine. A replica that is not in MEMBERS takes the same average: its own contribution to
+that round is lost, its parameters are not.
+
+Awaited are the replicas that took part in the round before. One that died costs the others one grace window, not one
+per round; when it is back it is behind, and is awaited again once it has healed.
+
+A round's files are deleted `keep_rounds` rounds later. Who still waits in it finds that out (`LeftBehindError`), and
+heals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+import secrets
+import threading
+import time
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from services.diloco.object_store_files import MalformedFileError, Store
+
+logger = logging.getLogger(__name__)
+
+MEMBERS = "MEMBERS"
+CONTRIBUTION = re.compile(r"contribution-(\d{4})-\d{20}-[0-9a-f]{8}\.pt")
+STATE = re.compile(r"state-(\d{4})\.pt")
+MARK = re.compile(r"(rejoin|healed)-(\d{4})")
+ROUND = re.compile(r"round-(\d{8})")
+
+
+class LeftBehindError(RuntimeError):
+    """The peers are past this round, and its files are gone."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a round's folder."""
+
+    fixed: bool = False
+    contributions: dict[int, list[str]] = field(default_factory=dict)  # by rank, the newest first
+    states: list[str] = field(default_factory=list)
+    rejoining: set[int] = field(default_factory=set)
+    healed: set[int] = field(default_factory=set)
+
+    @property
+    def nobody_asks(self) -> bool:
+        """No replica waits for a state that nobody has written yet."""
+        return bool(self.states) or self.rejoining <= self.healed
+
+
+@dataclass(frozen=True)
+class Average:
+    """What a round came to. `counted`: whether a contribution of this replica is in it."""
+
+    members: list[int]
+    tensors: list[torch.Tensor]
+    counted: bool
+
+
+@dataclass(frozen=True)
+class _Contribution:
+    weight: float
+    tensors: list[torch.Tensor]
+
+
+class ObjectStoreAllReduce:
+    """The (weighted) average of tensors over `world_size` replicas, through the files under `uri`; see the module.
+
+    `average` is a collective: every replica calls it once per round with tensors of the same number, shapes and dtypes.
+    It needs `min_replicas` (unset: all) and raises TimeoutError naming who did not come within `timeout_s`. In the
+    first round that a store sees, the grace is `first_grace_s`. `rounds` counts the rounds done, and may be set: where
+    a replica that resumes or heals goes on. With a `world_size` of 1 nothing is opened or written, values pass through.
+
+    A replica holds the contributions of a round in memory: members times the bytes of one.
+
+    ValueError for a rank out of range and for contradictory numbers; for the store's errors see `Store`.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        rank: int,
+        world_size: int,
+        *,
+        min_replicas: int | None = None,
+        grace_s: float = 30.0,
+        first_grace_s: float = 300.0,
+        timeout_s: float = 600.0,
+        poll_s: float = 0.5,
+        keep_rounds: int = 3,
+    ) -> None:
+        if world_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank {rank} is not among {world_size} replicas: ranks go from 0 to {world_size - 1}; "
+                "set diloco.first_rank and diloco.world_size so that every replica has its own"
+            )
+        if min_replicas is not None and not 1 <= min_replicas <= world_size:
+            raise ValueError(f"min_replicas {min_replicas} of {world_size} replicas: set it between 1 and {world_size}")
+        if keep_rounds < 2:
+            raise ValueError(
+                f"keep_rounds {keep_rounds}: a round is read while the next is written, so keep at least 2"
+            )
+        self.min_replicas = min_replicas or world_size
+        longest = max(grace_s, first_grace_s)
+        if self.min_replicas < world_size and longest >= timeout_s:
+            raise ValueError(
+                f"a round gives up after {timeout_s:g} s, before the grace of {longest:g} s is over: set grace_s and "
+                "first_grace_s below timeout_s (diloco.give_up_s)"
+            )
+        self.uri, self.rank, self.world_size = uri, rank, world_size
+        self.grace_s, self.first_grace_s, self.timeout_s, self.poll_s = grace_s, first_grace_s, timeout_s, poll_s
+        self.keep_rounds = keep_rounds
+        self.rounds = 0
+        self.store = Store(uri, rank, world_size) if world_size > 1 else None
+        self._mine: set[str] = set()  # contributions written by this object, to the round it is in
+        self._closed = threading.Event()
+
+    def average(self, tensors: Sequence[torch.Tensor], weight: float = 1.0) -> list[int]:
+        """Put the average of the next round into `tensors` (floating, any device); the ranks that it is made of."""
+        result = self.collect(tensors, weight)
+        for tensor, averaged in zip(tensors, result.tensors, strict=True):
+            tensor.copy_(averaged)
+        self.finish()
+        return result.members
+
+    def collect(self, tensors: Sequence[torch.Tensor], weight: float = 1.0, *, follow: bool = False) -> Average:
+        """The average of round `rounds + 1`, on the CPU. With `follow` this replica adds nothing and takes it as it is.
+
+        A second call for one round (the first one ran out of time) takes what the first one wrote, if that was counted.
+        LeftBehindError when the round was over long ago.
+        """
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight {weight} of a contribution: give a finite number that is not negative")
+        own = [_portable(tensor) for tensor in tensors]
+        if self.store is None:
+            return Average([self.rank], own, counted=True)
+        number, begin = self.rounds + 1, time.monotonic()
+        awaited, grace = self._awaited(number)
+        loaded: dict[str, _Contribution] = {}
+        enough_since: float | None = None
+        look = self.look(number)
+        if not follow and not look.fixed:
+            self._contribute(number, own, weight)
+            look = self.look(number)
+        while not look.fixed:
+            came = self._valid(number, look, own, loaded)
+            now = time.monotonic()
+            if came and len(came.keys() | look.healed) >= self.min_replicas:
+                enough_since = now if enough_since is None else enough_since
+                complete = awaited <= came.keys() | look.rejoining | look.healed
+                if (complete and look.nobody_asks) or now - enough_since >= grace:
+                    self._propose(number, came)
+                    break
+            if follow and not came and now - begin > grace:
+                # Who healed this replica died before it contributed; somebody has to open the round.
+                self._contribute(number, own, 0.0)
+                follow = False
+            if now - begin > self.timeout_s:
+                raise TimeoutError(self._missing(number, came.keys() | look.healed))
+            self.pause()
+            look = self.look(number)
+        members = self._members(number)
+        averaged = self._mean(number, members, own, loaded)
+        if max(self._numbers(), default=0) >= number + self.keep_rounds:
+            # The round's first MEMBERS may be deleted already, and the one just read a second that nobody else knows.
+            raise self._left_behind(number)
+        return Average(sorted(members), averaged, counted=bool(self._mine & set(members.values())))
+
+    def finish(self) -> None:
+        """The round's average is in use: go on to the next, and let the lowest rank of the last delete old ones."""
+        self.rounds += 1
+        self._mine.clear()
+        if self.store is not None and self.rank == min(self.look(self.rounds).contributions, default=self.rank):
+            for number in self._numbers():
+                if number <= self.rounds - self.keep_rounds:
+                    self.store.remove(folder(number))
+
+    def newest(self) -> int:
+        """The last round that some replica is known to have finished: its members are fixed, or the next has begun."""
+        for number in sorted(self._numbers(), reverse=True):
+            look = self.look(number)
+            if look.fixed:
+                return number
+            if look.contributions or look.states:
+                return number - 1
+        return 0
+
+    def look(self, number: int) -> Look:
+        """What is in a round's folder now. Names that no replica of this store writes are not there."""
+        assert self.store is not None
+        look, states = Look(), []
+        fixed = False
+        for name in reversed(self.store.names(folder(number))):
+            if match := CONTRIBUTION.fullmatch(name):
+                look.contributions.setdefault(int(match[1]), []).append(name)
+            elif match := MARK.fullmatch(name):
+                (look.rejoining if match[1] == "rejoin" else look.healed).add(int(match[2]))
+            elif STATE.fullmatch(name):
+                states.append(name)
+            fixed |= name == MEMBERS
+        return replace(look, fixed=fixed, states=states[::-1])
+
+    def pause(self) -> None:
+        """Until the next look. RuntimeError once this replica has left."""
+        if self._closed.wait(self.poll_s):
+            raise RuntimeError(f"replica {self.rank} left {self.uri} in the middle of round {self.rounds + 1}")
+
+    def close(self) -> None:
+        """Leave: whoever waits in this object stops. Idempotent."""
+        self._closed.set()
+
+    def _contribute(self, number: int, tensors: list[torch.Tensor], weight: float) -> None:
+        assert self.store is not None
+        name = f"contribution-{self.rank:04d}-{time.time_ns():020d}-{secrets.token_hex(4)}.pt"
+        self.store.save(f"{folder(number)}/{name}", {"weight": float(weight), "tensors": tensors})
+        self._mine.add(name)
+
+    def _awaited(self, number: int) -> tuple[set[int], float]:
+        """Who may still come to a round, and for how long it is worth waiting once there are enough."""
+        before = self.look(number - 1)
+        took_part = before.contributions.keys() | before.healed
+        return (took_part, self.grace_s) if took_part else (set(range(self.world_size)), self.first_grace_s)
+
+    def _valid(
+        self, number: int, look: Look, own: list[torch.Tensor], loaded: dict[str, _Contribution]
+    ) -> dict[int, str]:
+        """The newest contribution of each rank that can be read; a broken one counts as not there yet."""
+        came = {}
+        for rank, names in look.contributions.items():
+            for name in names:
+                try:
+                    if name not in loaded:
+                        loaded[name] = self._load(number, name, own)
+                    came[rank] = name
+                    break
+                except MalformedFileError as error:
+                    logger.warning("replica %d does not count in round %d: %s", rank, number, error)
+                except FileNotFoundError:
+                    continue
+        return came
+
+    def _load(self, number: int, name: str, own: list[torch.Tensor]) -> _Contribution:
+        assert self.store is not None
+        path = f"{folder(number)}/{name}"
+        rank = _rank(name)
+        try:
+            value = self.store.load(path)
+        except MalformedFileError as error:
+            raise MalformedFileError(f"contribution of replica {rank}: {error}") from error
+        match value:
+            case {"weight": float() as weight, "tensors": [*tensors]} if weight >= 0 and all(
+                isinstance(tensor, torch.Tensor) for tensor in tensors
+            ):
+                pass
+            case _:
+                raise MalformedFileError(f"{self.store.where(path)} of replica {rank} holds no weight and tensors")
+        mine, theirs = _shapes(own), _shapes(tensors)
+        if mine != theirs:
+            raise RuntimeError(
+                f"{self.store.where(path)}: replica {rank} brings {theirs} and replica {self.rank} {mine}; give all "
+                "replicas the same model, fragments and compression, and every run a uri of its own"
+            )
+        return _Contribution(weight, tensors)
+
+    def _propose(self, number: int, came: dict[int, str]) -> None:
+        assert self.store is not None
+        text = json.dumps({"members": {str(rank): came[rank] for rank in sorted(came)}})
+        self.store.put_if_absent(f"{folder(number)}/{MEMBERS}", text.encode())
+
+    def _members(self, number: int) -> dict[int, str]:
+        """The files that a round averages, by rank, in order."""
+        assert self.store is not None
+        path = f"{folder(number)}/{MEMBERS}"
+        value = self.store.read_json(path)
+        if value is None:
+            raise self._left_behind(number)
+        names: dict[str, str] = value.get("members", {}) if isinstance(value, dict) else {}
+        well_formed = isinstance(names, dict) and all(
+            isinstance(name, str) and CONTRIBUTION.fullmatch(name) and str(_rank(name)) == rank
+            for rank, name in names.items()
+        )
+        if not names or not well_formed:
+            raise MalformedFileError(f"{self.store.where(path)} names no members: {value!r}; another program wrote it")
+        return {int(rank): names[rank] for rank in sorted(names, key=int)}
+
+    def _mean(
+        self, number: int, members: dict[int, str], own: list[torch.Tensor], loaded: dict[str, _Contribution]
+    ) -> list[torch.Tensor]:
+        """sum(weight * tensor) / sum(weight) over the members, in their order; a plain mean where all weigh nothing.
+
+        The weights are divided by their sum first, so that one member's average is its contribution exactly. Products
+        and sums are separate operations: fused ones round differently on different machines.
+        """
+        try:
+            parts = [loaded.get(name) or self._load(number, name, own) for name in members.values()]
+        except FileNotFoundError as error:
+            raise self._left_behind(number) from error
+        total = math.fsum(part.weight for part in parts)
+        shares = [part.weight / total if total > 0 else 1 / len(parts) for part in parts]
+        averaged = []
+        for index, tensor in enumerate(own):
+            dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            result = parts[0].tensors[index].to(dtype) * shares[0]
+            for part, share in zip(parts[1:], shares[1:], strict=True):
+                result += part.tensors[index].to(dtype) * share
+            averaged.append(result)
+        return averaged
+
+    def _numbers(self) -> list[int]:
+        assert self.store is not None
+        return [int(match[1]) for name in self.store.names() if (match := ROUND.fullmatch(name))]
+
+    def _left_behind(self, number: int) -> LeftBehindError:
+        return LeftBehindError(
+            f"round {number} in {self.uri} is over and its files are gone: the others are {self.keep_rounds} rounds "
+            "ahead; heal, and raise diloco.keep_rounds if that happens often"
+        )
+
+    def _missing(self, number: int, came: Set[int]) -> str:
+        missing = ", ".join(str(rank) for rank in range(self.world_size) if rank not in came)
+        return (
+            f"round {number} in {self.uri}: of {self.world_size} replicas {missing} did not come within "
+            f"{self.timeout_s:g} s, and it takes {self.min_replicas}; start the missing ones, or lower "
+            "diloco.min_replicas, or raise diloco.give_up_s"
+        )
+
+
+def folder(number: int) -> str:
+    return f"round-{number:08d}"
+
+
+def _rank(name: str) -> int:
+    match = CONTRIBUTION.fullmatch(name)
+    assert match is not None
+    return int(match[1])
+
+
+def _portable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the CPU with no more storage than it needs: torch.save writes all of a storage."""
+    tensor = tensor.detach().cpu().contiguous()
+    if not tensor.is_floating_point():
+        raise TypeError(f"a tensor of {tensor.dtype} cannot be averaged: give floating-point tensors")
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _shapes(tensors: list[torch.Tensor]) -> str:
+    """Number, shapes and dtypes, short enough for a message; equal for equal lists."""
+    kinds = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+    text = ", ".join(kinds)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{len(kinds)} tensors ({text if len(text) < 80 else text[:80] + '...'}; {digest})"
