@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class DilocoConfig(BaseModel):
-    """Settings of `services.diloco`. Used when a run has more than one replica, or shares an object store with others."""
+    """Settings of `services.diloco`, for a run of several replicas or one that shares an object store with others."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -46,7 +46,10 @@ class DilocoConfig(BaseModel):
     heartbeat_timeout_s: float = Field(5.0, gt=0, description="A replica silent for this long is not waited for.")
     join_s: float = Field(60.0, gt=0, description="Longest wait of a sync for a replica that lives and is slower.")
     collective_s: float = Field(
-        30.0, gt=0, description="Longest all-reduce; a peer that dies in it costs this at most."
+        30.0,
+        gt=0,
+        description="Longest all-reduce, and longest transfer of its state to a replica that heals; a peer that stops "
+        "in one of them costs this at most.",
     )
     quorum_s: float = Field(90.0, gt=0, description="Longest wait for a quorum before it is asked for again.")
     connect_s: float = Field(10.0, gt=0, description="Longest connection to the lighthouse or to a peer.")
@@ -63,11 +66,35 @@ class DilocoConfig(BaseModel):
     keep_rounds: int = Field(3, ge=2, description="Rounds whose files stay in the object store.")
 
     @model_validator(mode="after")
+    def _times_fit_each_other(self) -> DilocoConfig:
+        # Each pair: a time that must be over before the other is, how many times it must fit in, and why.
+        for short, times, long, why in (
+            ("heartbeat_s", 3, "heartbeat_timeout_s", "one late sign of life would count as a death"),
+            ("heartbeat_timeout_s", 1, "join_s", "a sync would go on without a replica before it is known to be dead"),
+            ("join_s", 1, "quorum_s", "a quorum would be asked for again before slower replicas may come"),
+            ("collective_s", 1, "quorum_s", "a replica would stop waiting for one that is held up by a dead peer"),
+            ("connect_s", 1, "quorum_s", "one try to connect would use up the wait for a quorum"),
+            ("quorum_s", 1, "give_up_s", "a replica would fail before it has asked a second time"),
+            ("poll_s", 1, "grace_s", "nobody would look at the store in the time that others have to come"),
+        ):
+            floor, value = times * getattr(self, short), getattr(self, long)
+            if value < floor or (times == 1 and value == floor):
+                least = f"at least {times} x {short}" if times > 1 else f"longer than {short}"
+                raise ValueError(f"{long} {value:g} must be {least} ({getattr(self, short):g}), or {why}: raise {long}")
+        if self.first_grace_s < self.grace_s:
+            raise ValueError(
+                f"first_grace_s {self.first_grace_s:g} is shorter than grace_s {self.grace_s:g}, but the first round "
+                "waits for starts: raise first_grace_s"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_contradictions(self) -> DilocoConfig:
         if self.sync_every % self.fragments:
             raise ValueError(
                 f"sync_every {self.sync_every} is no multiple of fragments {self.fragments}: every fragment is synced "
-                f"once in sync_every steps, so set it to e.g. {self.fragments * max(1, self.sync_every // self.fragments)}"
+                "once in sync_every steps, so set it to e.g. "
+                f"{self.fragments * max(1, self.sync_every // self.fragments)}"
             )
         if self.fragment_sync_delay >= self.sync_every // self.fragments:
             raise ValueError(

@@ -1,0 +1,396 @@
+"""DiLoCo: replicas train on their own, and every few steps apply the average of how far each of them came.
+
+    inner optimizer's step ─▶ hook: local step + 1
+        at sync_every - delay     quorum (whoever is behind heals) ─▶ pseudo-gradient = original - local ─▶ all-reduce
+        at sync_every             wait ─▶ commit? ─▶ outer SGD on the originals ─▶ they become the parameters
+                                            └─ no: the same again with those who are left
+
+With several fragments (Streaming DiLoCo) each sync moves one of them, in turn. The schedule is torchft's DiLoCo
+(arXiv 2311.08105, 2501.18512); what is done at its two points is ours: a failed commit does not cost the round, a
+replica that healed contributes nothing it did not train, and a sync makes half as many passes over memory.
+
+Originals, momenta and pseudo-gradients are in the host's memory, flat, one buffer per fragment and kind; a GPU holds
+nothing of the outer loop. Of sharded parameters (DTensors) each proc has its shards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchft.local_sgd import DiLoCo
+
+from services.diloco.compression import Compression, NoCompression
+
+_PAUSE_S = 0.1  # after a failed sync, before the next try
+
+
+def make_diloco_outer_loop(
+    manager: Any,
+    model_fragments: Sequence[nn.Module],
+    inner_optimizer: torch.optim.Optimizer,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    nesterov: bool = True,
+    sync_every: int = 10,
+    fragment_sync_delay: int = 0,
+    fragment_update_alpha: float = 0.0,
+    *,
+    compression: Compression | None = None,
+    weigh_tokens: bool = False,
+    give_up_s: float = 600.0,
+) -> OuterLoop:
+    """The outer loop over `model_fragments`, one outer SGD each; every fragment is synced once in `sync_every` steps.
+
+    Parameters that require no gradient are left alone. All replicas start with equal parameters. `weigh_tokens`: a
+    contribution counts for the tokens that `OuterLoop.trained` was told of since the fragment's last sync, else for 1.
+    A sync that does not succeed in `give_up_s` raises TimeoutError from the optimizer's step. ValueError for parameters
+    narrower than float32, which would lose most of a small update, or for a schedule that does not come out even.
+    """
+    if not model_fragments:
+        raise ValueError("there are no fragments to sync: pass the modules whose parameters are trained")
+    outer = (outer_lr, outer_momentum, nesterov)
+    fragments = [Fragment(module, *outer, alpha=fragment_update_alpha) for module in model_fragments]
+    if compression is not None:
+        for fragment in fragments:
+            fragment.compression = compression.fresh(fragment.gradient)
+    return OuterLoop(
+        manager, list(model_fragments), fragments, inner_optimizer,
+        sync_every, fragment_sync_delay, weigh_tokens, give_up_s,
+    )  # fmt: skip
+
+
+class OuterLoop(DiLoCo):
+    """Use it as a context, or `attach` and `detach`: in between, steps of the inner optimizer sync.
+
+    Its counters only grow: `syncs` committed here, `retries`, `rounds_lost` (healed with training of its own that
+    nobody will see), `seconds` in syncs.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        modules: list[nn.Module],
+        fragments: list[Fragment],
+        inner_optimizer: torch.optim.Optimizer,
+        sync_every: int,
+        delay: int,
+        weigh_tokens: bool,
+        give_up_s: float,
+    ) -> None:
+        # Each fragment has its own outer optimizer (replicas would diverge over a shared one); no buckets and no
+        # quantization (either syncs something else than it says, without an error).
+        super().__init__(
+            manager, modules, inner_optimizer, [each.optimizer for each in fragments], sync_every,
+            pin_memory=False, use_bucketization=False, should_quantize=False, fragment_sync_delay=delay,
+        )  # fmt: skip
+        self._fragments: list[Fragment] = fragments
+        self._weigh_tokens, self._give_up_s = weigh_tokens, give_up_s
+        self._in_flight: Fragment | None = None
+        self._just_healed = False
+        self.tokens = [0.0] * len(fragments)  # by fragment, trained since its last sync
+        self.syncs = self.retries = self.rounds_lost = 0
+        self.seconds = 0.0
+        self.last, self.last_weight = fragments[0], 0.0  # of the last sync: its fragment, this replica's weight in it
+        for number, fragment in enumerate(fragments):
+            manager.register_state_dict_fn(f"fragment {number}", fragment.load, fragment.save)
+        # After the fragments, whose originals become the parameters: the peer's own parameters hold training that is
+        # its alone, and would make this replica's first contribution a second one of the peer's.
+        manager.register_state_dict_fn("inner", self._load_inner, self._save_inner)
+
+    def _register_state_dict_fn(self) -> None:
+        """Later: DiLoCo's constructor calls this, before there are the fragments whose state is to be healed."""
+
+    def attach(self) -> None:
+        if not self._hooks:
+            self.__enter__()
+
+    def detach(self) -> None:
+        self.__exit__(None, None, None)
+
+    # ---- what the caller asks and tells --------------------------------------------------------------------------
+
+    @property
+    def fragments(self) -> list[Fragment]:
+        return self._fragments
+
+    @property
+    def settled(self) -> bool:
+        """Whether no fragment's bytes are under way."""
+        return self._in_flight is None
+
+    @property
+    def local_step(self) -> int:
+        """Inner steps since the last sync."""
+        return self._local_step
+
+    def trained(self, tokens: float) -> None:
+        """The running inner step is of so many tokens; before the optimizer's step."""
+        self.tokens = [each + tokens for each in self.tokens]
+
+    def resume(self, local_step: int, tokens: Sequence[float]) -> None:
+        """Continue a round that a checkpoint was taken in."""
+        self._local_step, self.tokens = local_step, list(tokens)
+
+    def forget_local(self) -> None:
+        """Drop what was trained since the last syncs: the originals become the parameters, and a new round begins."""
+        for fragment in self._fragments:
+            fragment.restore_parameters()
+        self.resume(0, [0.0] * len(self._fragments))
+
+    def join(self, at_least: int) -> bool:
+        """Take part in the peers' next sync with nothing to contribute; returns whether this replica healed in it.
+
+        Peers are known to stand at round `at_least` or later. A quorum of others that are behind as well is left again.
+        TimeoutError when no peer of that round came in `give_up_s`.
+        """
+        began, deadline = time.monotonic(), time.monotonic() + self._give_up_s
+        while True:
+            healed = self._quorum(0.0)
+            if self._manager.current_step() >= at_least:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"no peer of round {at_least} came to a sync in {self._give_up_s:g} s, this replica is at round "
+                    f"{self._manager.current_step()}: see that the others live, or start from the last checkpoint"
+                )
+            time.sleep(_PAUSE_S)
+        if healed or self._manager.num_participants() > 1:
+            self._prepare_late()
+        self.seconds += time.monotonic() - began
+        return healed
+
+    # ---- the two points of a round -------------------------------------------------------------------------------
+
+    def _step_post_hook(self, *_: Any) -> None:
+        self._manager.allow_state_dict_read()
+        self._local_step += 1
+        began = time.monotonic()
+        try:
+            if self._local_step == self._sync_every - self._fragment_sync_delay:
+                self._prepare()
+            if self._local_step == self._sync_every:
+                self._perform()
+        except BaseException:
+            self._abandon()
+            raise
+        self.seconds += time.monotonic() - began
+
+    def _prepare(self) -> None:
+        """Send the pseudo-gradient of the fragment whose turn it is; after healing that is zero."""
+        self.rounds_lost += self._quorum(self.tokens[self._current_fragment()])
+        self._in_flight = self._fragments[self._current_fragment()]
+        self._in_flight.prepare(self._manager, keep=self._fragment_sync_delay > 0)
+
+    def _prepare_late(self) -> None:
+        """Take part in a sync that peers have prepared already, and perform it when they do."""
+        self._in_flight = self._fragments[self._current_fragment()]
+        self._in_flight.prepare(self._manager, keep=self._fragment_sync_delay > 0)
+        self._local_step = self._sync_every - self._fragment_sync_delay
+        if self._local_step == self._sync_every:
+            self._perform()
+
+    def _perform(self) -> None:
+        """Apply the average. When the sync failed, try again with those who are left, until it succeeds."""
+        assert self._in_flight is not None
+        deadline = time.monotonic() + self._give_up_s
+        while not self._in_flight.perform(self._manager):
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"a sync did not succeed in {self._give_up_s:g} s: see why in the log, or raise diloco.give_up_s"
+                )
+            self.retries += 1
+            time.sleep(_PAUSE_S)
+            if self._quorum(self.tokens[self._current_fragment()]):
+                self.rounds_lost += 1  # peers went on without this replica
+                self._prepare_late()
+                return
+            self._in_flight.send_again(self._manager)
+        number = self._fragments.index(self._in_flight)
+        self.last = self._in_flight
+        self.tokens[number] = 0.0
+        self.syncs += 1
+        self._in_flight = None
+        self._local_step = 0
+
+    def _quorum(self, tokens: float) -> bool:
+        """A quorum; returns whether this replica healed in it."""
+        self._just_healed = False
+        if self._weigh_tokens:
+            self._manager.contribute(tokens)
+        self._manager.start_quorum()
+        self.last_weight = 0.0 if self._just_healed else tokens if self._weigh_tokens else 1.0
+        return self._just_healed
+
+    def _abandon(self) -> None:
+        """After a sync that is given up: what was trained stays, and goes into the next one."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        self._in_flight = None
+        self._local_step = 0
+
+    # ---- healing -------------------------------------------------------------------------------------------------
+
+    def _save_inner(self) -> dict[str, Any]:
+        """The inner optimizer, by the parameter's number: local tensors, and which of them are shards."""
+        optimizer, moments = self._local_optimizer, []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            state = optimizer.state.get(parameter, {})
+            shards = [name for name, value in state.items() if isinstance(value, DTensor)]
+            moments.append({"state": {name: _detached(value) for name, value in state.items()}, "shards": shards})
+        return {"moments": moments, "rates": [float(group["lr"]) for group in optimizer.param_groups]}
+
+    def _load_inner(self, saved: dict[str, Any]) -> None:
+        optimizer = self._local_optimizer
+        settings = optimizer.state_dict()["param_groups"]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {}
+        for number, (parameter, of) in enumerate(zip(parameters, saved["moments"], strict=True)):
+            if of["state"]:
+                state[number] = {
+                    name: _sharded(value, parameter) if name in of["shards"] else value
+                    for name, value in of["state"].items()
+                }
+        for group, rate in zip(settings, saved["rates"], strict=True):
+            group["lr"] = rate
+        optimizer.load_state_dict({"state": state, "param_groups": settings})
+        self._in_flight = None
+        self.forget_local()
+        self._just_healed = True
+
+
+class Fragment:
+    """A part of the model that is synced at once: its trained parameters, and the outer optimizer's view of them."""
+
+    def __init__(self, module: nn.Module, lr: float, momentum: float, nesterov: bool, *, alpha: float) -> None:
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("a fragment has no trained parameter: give each at least one, or use fewer fragments")
+        dtypes = {p.dtype for p in self.parameters.values()}
+        if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64}:
+            raise ValueError(
+                f"parameters are {', '.join(sorted(map(str, dtypes)))}: the outer loop needs them in float32, or small "
+                "updates are rounded away; keep float32 parameters and compute in what you like"
+            )
+        self._alpha = alpha
+        total = sum(local(p).numel() for p in self.parameters.values())
+        # One element at least: a proc may have no share of a small fragment, and still takes part in its syncs.
+        self.original = torch.zeros(max(total, 1), dtype=dtypes.pop())
+        self.gradient = torch.zeros_like(self.original)
+        self.original_parameters = self.by_name(self.original)
+        self.save_parameters()
+        stepped = nn.Parameter(self.original)  # shares its memory: the outer step is taken on the originals
+        self.optimizer = torch.optim.SGD([stepped], lr=lr, momentum=momentum, nesterov=nesterov, fused=True)
+        self.momentum = torch.zeros_like(self.original)
+        if momentum:
+            self.optimizer.state[stepped]["momentum_buffer"] = self.momentum
+        self._stepped = stepped
+        self.compression: Compression = NoCompression()
+        self._kept: Tensor | None = None  # the contribution under way, where the parameters go on meanwhile
+        self._sent: Any = None
+        self._work: Any = None
+        self.norm = 0.0  # of the last averaged pseudo-gradient; of this proc's share
+        self.sent_bytes = 0
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a flat buffer, shaped as this proc's part of each parameter."""
+        sizes = [local(p).numel() for p in self.parameters.values()]
+        parts = flat[: sum(sizes)].split(sizes)
+        return {name: part.view(local(p).shape) for (name, p), part in zip(self.parameters.items(), parts, strict=True)}
+
+    def prepare(self, manager: Any, *, keep: bool) -> None:
+        """Start to average how far the parameters moved. `keep`: they move on before `perform`."""
+        self._work = None
+        self._pseudo_gradient()
+        self._kept = self.gradient.clone() if keep else None
+        self._send(manager)
+
+    def send_again(self, manager: Any) -> None:
+        """The same contribution to another quorum."""
+        if self._kept is None:
+            self._pseudo_gradient()
+        else:
+            self.gradient.copy_(self._kept)
+        self._send(manager)
+
+    def perform(self, manager: Any) -> bool:
+        """Take the outer step with the average, if the sync succeeded; if not, nothing has changed."""
+        self.wait()
+        if not manager.should_commit():
+            return False
+        self.compression.committed()
+        self.compression.unpack(self._sent, self.gradient)
+        self.norm = float(torch.linalg.vector_norm(self.gradient))
+        self._stepped.grad = self.gradient
+        self.optimizer.step()
+        self._stepped.grad = None
+        for name, original in self.original_parameters.items():
+            parameter = local(self.parameters[name])
+            if self._alpha:
+                parameter.copy_(torch.lerp(original, parameter.to(original.device), self._alpha))
+            else:
+                parameter.copy_(original)
+        self._kept = None
+        return True
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        self._work = None
+
+    def save_parameters(self) -> None:
+        for name, original in self.original_parameters.items():
+            original.copy_(local(self.parameters[name]))
+
+    def restore_parameters(self) -> None:
+        for name, original in self.original_parameters.items():
+            local(self.parameters[name]).copy_(original)
+
+    def save(self) -> dict[str, Tensor]:
+        return {"original": self.original, "momentum": self.momentum}
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Take over a peer's state. What this replica still owed to its peers is of training that is lost."""
+        self.original.copy_(_fitting(saved["original"], self.original))
+        self.momentum.copy_(_fitting(saved["momentum"], self.momentum))
+        self.compression.reset()
+        self._work = self._kept = None
+
+    def _pseudo_gradient(self) -> None:
+        for name, out in self.by_name(self.gradient).items():
+            parameter = local(self.parameters[name])
+            if parameter.device != out.device:
+                parameter = out.copy_(parameter)
+            torch.sub(self.original_parameters[name], parameter, out=out)
+
+    def _send(self, manager: Any) -> None:
+        self._sent = self.compression.pack(self.gradient)
+        self.sent_bytes = self.compression.nbytes(self._sent)
+        self._work = manager.allreduce(self._sent)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This proc's part of a tensor, without gradient, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _detached(value: Any) -> Any:
+    return local(value).cpu() if isinstance(value, Tensor) else value
+
+
+def _sharded(value: Tensor, like: Tensor) -> DTensor:
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        value.to(local(like).device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+
+
+def _fitting(value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape or value.dtype != like.dtype:
+        raise ValueError(f"a peer's fragment has {value.numel()} elements of {value.dtype}, not {like.numel()}")
+    return value
