@@ -40,6 +40,7 @@ from services.environments.config import EnvironmentConfig
 from services.environments.hints import load_hint_modules
 from services.models import generation_stop_ids, load_tokenizer
 from services.rollouts.episode import EpisodeConfig, EpisodeRunner, evaluation_lease
+from services.safety.monitor import ActionMonitor, MonitorConfig
 from services.tuning import Merger, TuneConfig
 from services.weights.config import WeightsConfig
 from services.weights.reader import Pulled, VersionGone
@@ -109,6 +110,7 @@ class GeneratorActor(MeshActor):
         tune: TuneConfig | None = None,
         number: int = 0,
         replicas: int = 1,
+        monitor: MonitorConfig | None = None,
     ) -> None:
         """`seed` and `tune` are the run's. `score_limit_s`: longest wait for a rewarder, its queue included.
 
@@ -122,7 +124,8 @@ class GeneratorActor(MeshActor):
         self.seed = config.engine.seed if config.engine.seed is not None else seed
         self.score_limit_s, self.tune = score_limit_s, tune or TuneConfig()
         self.engine: EngineLoop | None = None
-        self.counts = {"finished": 0, "truncated": 0, "failed": 0, "refused": 0, "lost": 0, "tokens": 0}
+        self.monitor = ActionMonitor(monitor or MonitorConfig())
+        self.counts = {"finished": 0, "truncated": 0, "failed": 0, "flagged": 0, "refused": 0, "lost": 0, "tokens": 0}
         self.update_s = 0.0  # of the last update
         self.pulled = Pulled()  # what the last pull cost
         self.trouble = ""
@@ -265,6 +268,7 @@ class GeneratorActor(MeshActor):
         self.counts["tokens"] += rollout.sampled_tokens
         if rollout.status != "failed":
             rollout = await self._score(rollout)
+        self.counts["flagged"] += bool(rollout.flags)
         try:
             taken = await buffer.call(roles.RolloutBuffer.put, rollout)
             self.counts["refused"] += not taken
@@ -285,11 +289,13 @@ class GeneratorActor(MeshActor):
             self.trouble = f"giving back {len(leases)} leases: {error or f'no answer in {GIVE_BACK_S:g} s'}"
 
     async def _score(self, rollout: Rollout) -> Rollout:
+        self.monitor.inspect(rollout)  # before the reward functions, which may look at the flags
         try:
-            return await self.bindings["rewarder"].call_within(self.score_limit_s, roles.Rewarder.score, rollout)
+            scored = await self.bindings["rewarder"].call_within(self.score_limit_s, roles.Rewarder.score, rollout)
         except BindingError as error:
             rollout.reason = f"unscorable: {error}"
             return rollout
+        return self.monitor.settle(scored)
 
     # ---- held-out episodes ---------------------------------------------------------------------------------------
 

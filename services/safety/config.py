@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from services.safety.monitor import MonitorConfig
+
 
 class GuardConfig(BaseModel):
     """When a `HeldOutGuard` fires. Its clock are *ticks*: updates that bring a held-out score."""
@@ -48,6 +50,11 @@ class SafetyConfig(GuardConfig):
         None, ge=1, description="Steps between two evaluations on held-out tasks; unset: no evaluation and no guard."
     )
     held_out_tasks: int = Field(32, ge=1, description="Held-out tasks of an evaluation, the same ones every time.")
+    score: Literal["reward", "environment"] = Field(
+        "reward",
+        description="What an evaluation measures: the reward that trains, or the environment's own, where reward "
+        "functions of yours stand in for it in training.",
+    )
     hold_s: float = Field(
         60.0,
         gt=0,
@@ -57,6 +64,10 @@ class SafetyConfig(GuardConfig):
         "stop", description="When the guard fires: stop ends the run in order; warn only says so."
     )
 
+    monitor: MonitorConfig = Field(
+        default_factory=lambda: MonitorConfig(), description="What flags rollouts that go for the grader; always on."
+    )
+
     @property
     def on(self) -> bool:
         return self.evaluate_every is not None
@@ -64,7 +75,8 @@ class SafetyConfig(GuardConfig):
     @model_validator(mode="after")
     def _a_guard_needs_an_evaluation(self) -> SafetyConfig:
         # By their values: a configuration that was written down names every setting.
-        idle = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        settings = [(name, field) for name, field in type(self).model_fields.items() if name != "monitor"]
+        idle = [name for name, field in settings if getattr(self, name) != field.default]
         if not self.on and idle:
             raise ValueError(
                 f"{idle[0]} = {getattr(self, idle[0])} guards nothing without held-out scores: set evaluate_every, "
