@@ -33,6 +33,7 @@ def form_batch(batch: int, state: BufferState, config: BufferConfig, leases_open
     pair_ages = [pair_age(late, batch) for late in pairs]
     scored = [len(group) for group in rewards]
     counts = {
+        "issued": state.issued,
         "dead_fraction": dead_fraction(rewards),
         "unscorable": sum(reward is None for group in rewards for reward in group),
         "truncated": sum(rollout.status == "truncated" for item in items for rollout in item.rollouts),
