@@ -11,6 +11,7 @@ All of it but `source` is a collective: see `services.training.sharding`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,14 @@ class TrainerSettings:
         return self.sdpo.teacher == "inline" and self.sdpo.alpha > 0
 
 
+@dataclass(frozen=True, slots=True)
+class Healed:
+    """What heals with a replica beside its parameters and optimizers (`services.diloco.replicas.Extra`)."""
+
+    save: Callable[[], dict[str, Any]]
+    load: Callable[[dict[str, Any]], None]
+
+
 def answer_to(share: StepPlan, ref: LogitsRef | None, settings: TrainerSettings) -> Hinted | None:
     """The SDPO teacher's answer to a share, to be read chunk by chunk on the event loop that this is called on."""
     if ref is None:
@@ -202,21 +211,23 @@ class TrainerPart:
         diloco = self.settings.diloco
         if diloco is None:
             return None
-        from services.diloco.replicas import Extra, Outer, open_manager  # here: a trainer alone needs no torchft
+        # Here, because a trainer alone needs no torchft.
+        from services.diloco.manager import open_manager
+        from services.diloco.object_store import ObjectStoreManager
+        from services.diloco.replicas import Outer
 
-        manager = open_manager(
-            diloco, replica=self.settings.replica, rank=rank, procs=size,
-            lighthouse=self.settings.lighthouse, share=self.replica.shared,
-        )  # fmt: skip
-        learner = self.learner
+        number, learner = diloco.first_rank + self.settings.replica, self.learner
+        manager: Any
+        if diloco.transport == "object_store":
+            manager = ObjectStoreManager(diloco, number, diloco.world_size or self.settings.config.replicas)
+        else:
+            manager = open_manager(
+                diloco, replica=number, rank=rank, procs=size,
+                lighthouse=self.settings.lighthouse, share=self.replica.shared,
+            )  # fmt: skip
         trained = {name: p for name, p in learner.model.named_parameters() if p.requires_grad}
-        return Outer(
-            diloco,
-            trained,
-            learner.optimizer,
-            manager,
-            extra=Extra(learner.taid.state_dict, learner.taid.load_state_dict),
-        )
+        taid = Healed(learner.taid.state_dict, learner.taid.load_state_dict)
+        return Outer(diloco, trained, learner.optimizer, manager, extra=taid)
 
     def catch_up(self, rounds: int, limit_s: float) -> int:
         """Heal from a peer that stands at `rounds` syncs or more, at its next one; returns the step it stands at then.

@@ -164,6 +164,11 @@ class Config(BaseModel):
                 f"diloco.min_replicas {diloco.min_replicas} exceeds the {world} replicas there are: no sync could ever "
                 f"happen; set it to {world} or less"
             )
+        if diloco.transport == "object_store" and trainer.procs > 1:
+            raise ValueError(
+                'diloco.transport = "object_store" averages whole models, not shards: set trainer.procs = 1, or '
+                'diloco.transport = "torchft"'
+            )
         if diloco.transport == "torchft" and world != trainer.replicas:
             raise ValueError(
                 'diloco.world_size and diloco.first_rank are for diloco.transport = "object_store": set that, or leave '

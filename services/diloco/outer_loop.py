@@ -133,8 +133,9 @@ class OuterLoop(DiLoCo):
         self.tokens = [each + tokens for each in self.tokens]
 
     def resume(self, local_step: int, tokens: Sequence[float]) -> None:
-        """Continue a round that a checkpoint was taken in."""
-        self._local_step, self.tokens = local_step, list(tokens)
+        """Continue a round that a checkpoint was taken in; what was under way then is sent again after a step."""
+        self._local_step = min(local_step, self._sync_every - self._fragment_sync_delay - 1)
+        self.tokens = list(tokens)
 
     def forget_local(self) -> None:
         """Drop what was trained since the last syncs: the originals become the parameters, and a new round begins."""
@@ -142,22 +143,19 @@ class OuterLoop(DiLoCo):
             fragment.restore_parameters()
         self.resume(0, [0.0] * len(self._fragments))
 
-    def join(self, at_least: int) -> bool:
+    def join(self, at_least: int, limit_s: float) -> bool:
         """Take part in the peers' next sync with nothing to contribute; returns whether this replica healed in it.
 
-        Peers are known to stand at round `at_least` or later. A quorum of others that are behind as well is left again.
-        TimeoutError when no peer of that round came in `give_up_s`.
+        Peers are known to stand at round `at_least` or later. A quorum of others that are behind as well is left again;
+        False when none but those came for `limit_s`. TimeoutError when there was no quorum at all in `give_up_s`.
         """
-        began, deadline = time.monotonic(), time.monotonic() + self._give_up_s
+        began, deadline = time.monotonic(), time.monotonic() + limit_s
         while True:
             healed = self._quorum(0.0)
             if self._manager.current_step() >= at_least:
                 break
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"no peer of round {at_least} came to a sync in {self._give_up_s:g} s, this replica is at round "
-                    f"{self._manager.current_step()}: see that the others live, or start from the last checkpoint"
-                )
+                return False
             time.sleep(_PAUSE_S)
         if healed or self._manager.num_participants() > 1:
             self._prepare_late()

@@ -76,19 +76,24 @@ class Outer:
         """Before `optimizer.step`: the tokens of this inner step, of the whole replica, equal on all its procs."""
         self._loop.trained(tokens)
 
-    def catch_up(self, at_least: int = 0) -> bool:
+    def catch_up(self, at_least: int, limit_s: float = 600.0) -> bool:
         """Join the peers' next sync now, without having trained; before the first step, or instead of one.
 
         Peers are known to stand at round `at_least` or later. True when this replica healed: parameters, optimizers
-        and `step` are then a peer's, and it takes part in that sync with nothing to add. False when nobody was ahead.
-        TimeoutError when no such peer came in `config.give_up_s`.
+        and `step` are then a peer's, and it takes part in that sync with nothing to add. False when nobody was ahead,
+        or only peers that are behind as well came for `limit_s`. TimeoutError when nobody came in `config.give_up_s`.
         """
-        return self._loop.join(at_least)
+        return self._loop.join(at_least, limit_s)
 
     @property
     def settled(self) -> bool:
         """Whether no fragment's bytes are under way: a checkpoint may be taken."""
         return self._loop.settled
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether nothing was trained since the last sync."""
+        return self._loop.local_step == 0
 
     @property
     def rounds(self) -> int:
@@ -140,7 +145,8 @@ class Outer:
         """The rest, as json can hold it."""
         return {
             "step": self.step,
-            "rounds": self._manager.round_state(),
+            "rounds": self.rounds,
+            "manager": self._manager.round_state(),
             "local_step": self._loop.local_step,
             "tokens": list(self._loop.tokens),
         }
@@ -158,16 +164,17 @@ class Outer:
             for kind, flat in _kinds(fragment).items():
                 for name, part in fragment.by_name(flat).items():
                     part.copy_(local(tensors[f"outer/{self._names[name]} {kind}"]))
-        self._manager.load_round_state(progress["rounds"])
+        self._manager.load_round_state(progress["manager"])
         self._loop.resume(int(progress["local_step"]), progress["tokens"])
         self.step = int(progress["step"])
 
     def synced_only(self) -> None:
-        """Forget what was trained since the last syncs: parameters := originals, a round begins.
+        """Forget what was trained since the last syncs: parameters := originals, a round begins, `step` is where.
 
         For a replica that starts from another one's checkpoint.
         """
         self._loop.forget_local()
+        self.step = self.rounds * (self.config.sync_every // self.config.fragments)
 
     # ---- healing -------------------------------------------------------------------------------------------------
 
