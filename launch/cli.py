@@ -181,6 +181,8 @@ def _print_summary(run: RunFolder, summary: Summary, seconds: float) -> None:
         print(f"held-out reward: {summary.held_out_reward:.3f}")
     if summary.accounts:
         print(f"tasks: {describe_accounts(summary.accounts)}")
+    if summary.warning:
+        print(f"warning: {summary.warning}")
     for name, trouble in summary.troubles.items():
         print(f"last trouble of {name}: {' '.join(trouble.split())[:300]}")
     if summary.policy:
@@ -214,6 +216,8 @@ def _status(arguments: argparse.Namespace) -> int:
         print(f"mean reward of the last 5 steps: {shown['reward']:.3f}")
     if state == "dead":
         print(f"its driver (pid {shown['driver_pid']}) is gone: go on with `milkweed resume {run.path}`")
+    if shown.get("warning") and not shown.get("reason"):
+        print(f"warning: {shown['warning']}")
     if shown.get("reason"):
         print(f"reason: {shown['reason']}")
     if live:

@@ -23,6 +23,7 @@ from services.diloco.config import DilocoConfig
 from services.environments.config import EnvironmentConfig
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
 from services.rollouts.buffer import BufferConfig
+from services.safety.config import SafetyConfig
 from services.training.learner import ReplayConfig, SDPOConfig
 from services.tuning import TuneConfig
 from services.weights.config import WeightsConfig
@@ -91,6 +92,9 @@ class Config(BaseModel):
         default_factory=lambda: TeacherPoolConfig(), description="Outside models that replay the student's turns."
     )
     weights: WeightsConfig = Field(default_factory=lambda: WeightsConfig(), description="How weights travel.")
+    safety: SafetyConfig = Field(
+        default_factory=lambda: SafetyConfig(), description="Evaluation beside training, and the guard that reads it."
+    )
     supervision: SupervisionConfig = Field(
         default_factory=lambda: SupervisionConfig(), description="When an actor counts as dead, and what then."
     )
@@ -124,6 +128,7 @@ class Config(BaseModel):
         if "keep_saves" in self.rollouts.model_fields_set:
             raise ValueError("rollouts.keep_saves follows trainer.keep_checkpoints: remove it, and set the latter")
         self._check_replicas()
+        self._check_safety()
         scaling = _scaling(self.policy)
         if "advantage_scaling" in self.rollouts.model_fields_set and self.policy.kl_in_reward:
             scaling = self.rollouts.advantage_scaling
@@ -173,6 +178,21 @@ class Config(BaseModel):
             raise ValueError(
                 'diloco.world_size and diloco.first_rank are for diloco.transport = "object_store": set that, or leave '
                 "them out"
+            )
+
+    def _check_safety(self) -> None:
+        safety, steps, update_limit_s = self.safety, self.trainer.steps, self.generator.engine.update_limit_s
+        if not safety.on:
+            return
+        if max(safety.min_steps, safety.evaluate_every or 0) >= steps:
+            raise ValueError(
+                f"safety.min_steps {safety.min_steps} and safety.evaluate_every {safety.evaluate_every} must be less "
+                f"than trainer.steps {steps}: the guard could never fire; lower them"
+            )
+        if safety.hold_s >= update_limit_s:
+            raise ValueError(
+                f"safety.hold_s {safety.hold_s:g} must be less than generator.engine.update_limit_s "
+                f"{update_limit_s:g}: new weights wait for an evaluation; lower the first or raise the second"
             )
 
     def resolved(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from monarch.actor import shutdown_context, this_host
 from actors.following import buffer_name, trainer_name
 from actors.replicas import checkpoints_of
 from launch.config import Config
-from launch.evaluation import evaluate
+from launch.evaluation import Evaluation, evaluate, evaluate_beside_training
+from launch.guard import RunGuard
 from launch.leftovers import FILE as PIDS
 from launch.leftovers import end_leftovers, remember
 from launch.places import FINISH_ORDER, places
@@ -41,9 +42,11 @@ from mesh.supervision import RoleKeepsDying, StartFailed, Supervisor, install_fa
 from mesh.topology import Place, Placed, ProcSpec, configure_monarch, fill
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.process import ServerFailure
+from services.rollouts.tasks import TaskStream
 from services.runs.deaths import DeathLog
 from services.runs.folder import RunFolder
 from services.runs.lock import RunLock
+from services.safety.guard import CollapseStopError
 from services.telemetry.table import ProgressTable
 from services.weights.region import sweep_dead_regions
 
@@ -56,7 +59,7 @@ class RunFailed(Exception):
 class Summary:
     """How a run ended."""
 
-    outcome: str  # "finished" | "stopped"
+    outcome: str  # "finished" | "stopped" | "failed": its guard fired
     steps: int
     seconds: float
     rewards: list[float] = field(default_factory=list)  # mean reward by step, of this drive
@@ -64,6 +67,7 @@ class Summary:
     held_out_reward: float | None = None
     policy: str | None = None  # folder of the newest checkpoint's policy
     troubles: dict[str, str] = field(default_factory=dict)  # the last one of each member that had any
+    warning: str = ""  # of the held-out guard, once it has fired
 
 
 class Driver:
@@ -81,6 +85,9 @@ class Driver:
         self.buffers = [self.bindings["rollout_buffer"].only(buffer_name(replica)) for replica in replicas]
         self.checkpoints = [checkpoints_of(run.path, r, config.trainer.keep_checkpoints) for r in replicas]
         self.records = [Record(run.path, table, self.supervisor, self.say, replica) for replica in replicas]
+        stream = TaskStream(config.run.seed, replicas=config.trainer.replicas)
+        self.guard = RunGuard(config.safety, run.path, config.trainer.steps, stream, self._play_held_out, self.say)
+        self.records[0].guard = self.guard
         self.stopping = asyncio.Event()
         self.state = "starting"
         self._releasing = False
@@ -111,11 +118,19 @@ class Driver:
                 record.open(latest.step if latest else 0)
             self._handle_signals()
             try:
+                self.guard.raise_if_it_stops()
                 await self._unless_stopped(self._place())
                 # Only now: settings of a resume that cannot start must not stay behind.
                 self.run.write_config(self.config.resolved())
                 await self._unless_stopped(self._loops())
-                return await self._end(began)
+                summary = await self._end(began)
+                self.guard.raise_if_it_stops()
+                return summary
+            except CollapseStopError as error:
+                self.say(str(error))
+                if self.state != "failed":
+                    self._write_status("failed", reason=str(error))
+                raise RunFailed(str(error)) from None
             except (EnvironmentFailure, ServerFailure, StartFailed, RoleKeepsDying) as error:
                 self.say(str(error))
                 if self.bindings["rollout_buffer"].bound:
@@ -168,9 +183,9 @@ class Driver:
             await _cancelled(*loops)
 
     async def _follow(self) -> None:
-        """Record every step; returns when all trainers have done their last one and saved."""
+        """Record every step; returns when all trainers have done their last one and saved, or the guard says stop."""
         names = [record.trainer for record in self.records]
-        while not all(self._done(self.supervisor.health.get(name, {})) for name in names):
+        while not (self.guard.stops or all(self._done(self.supervisor.health.get(name, {})) for name in names)):
             await self._read_reports(wait_s=1.0)
 
     def _done(self, trainer: dict[str, Any]) -> bool:
@@ -188,6 +203,11 @@ class Driver:
             self.deaths.stepped(reports)
         except BindingError as error:
             self.say(f"no report: {error}")
+
+    async def _play_held_out(self, seeds: list[int]) -> Evaluation:
+        generators = [Binding[Any].to(member) for member in self.supervisor.tables["generator"].members]
+        safety, trainer = self.config.safety, self.records[0].trainer
+        return await evaluate_beside_training(generators, seeds, trainer, safety.hold_s, self.say, safety.score)
 
     async def _beat(self) -> None:
         """Once a second: show the run to whoever attached, do what they asked for, mend what is not an actor."""
@@ -240,6 +260,7 @@ class Driver:
             "reward": fmean(rewards[-5:]) if rewards else None,
             "deaths": dict(self.supervisor.deaths),
             "members": {name: dict(health) for name, health in sorted(self.supervisor.health.items())},
+            "warning": self.guard.warning,
             "driver_pid": os.getpid(),
             "beat": time.time(),
         }
@@ -252,8 +273,9 @@ class Driver:
 
     async def _end(self, began: float) -> Summary:
         """Evaluate if asked to, let every role end in order, and sum up."""
-        outcome = "stopped" if self.stopping.is_set() else "finished"
+        outcome = "failed" if self.guard.stops else "stopped" if self.stopping.is_set() else "finished"
         self._write_status("ending")
+        await self.guard.settle()
         held_out = None
         if outcome == "finished" and self.config.run.evaluate:
             held_out = await evaluate(self.bindings["generator"], self.config, self.say)
@@ -275,8 +297,10 @@ class Driver:
             held_out,
             str(latest.path / "policy") if latest else None,
             {name: health["trouble"] for name, health in self.supervisor.health.items() if health.get("trouble")},
+            self.guard.warning,
         )
-        self._write_status(outcome, summary=asdict(summary))
+        reason = {"reason": self.guard.warning} if outcome == "failed" else {}
+        self._write_status(outcome, summary=asdict(summary), **reason)
         return summary
 
     async def _accounts(self) -> dict[str, Any]:
@@ -292,6 +316,7 @@ class Driver:
         """Leave nothing behind, whatever happened before."""
         self._releasing = True
         await _cancelled(self._beats)
+        await self.guard.settle()
         await self.supervisor.stop()
         self.run.mesh_ref.unlink(missing_ok=True)
         self.say("stopping the directory and the servers")
@@ -299,6 +324,7 @@ class Driver:
         await self.servers.stop()
         for record in self.records:
             record.close()
+        self.guard.close()
         self.deaths.close()
         with contextlib.suppress(Exception):  # Monarch's many kinds; every proc is stopped already
             await asyncio.wait_for(shutdown_context(), 30.0)

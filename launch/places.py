@@ -67,6 +67,7 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, sampling,
         config.buffer().advantage_scaling, config.run.seed, config.tune,
         config.diloco if config.averages else None, lighthouse=lighthouse,
+        watch_kl=config.safety.kl_hard_stop is not None,
     )  # fmt: skip
     for replica in range(replicas):
         name, procs = trainer_name(replica), config.trainer.procs

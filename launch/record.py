@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from actors.following import trainer_name
+from launch.guard import RunGuard
 from mesh.supervision import Supervisor
 from services.runs.folder import of_replica
 from services.telemetry.metrics import MetricsWriter
@@ -29,6 +30,7 @@ class Record:
         self.run_dir, self.table, self.supervisor, self.say = of_replica(run_dir, replica), table, supervisor, say
         self.run_dir.mkdir(exist_ok=True)
         self.trainer = trainer_name(replica)
+        self.guard: RunGuard | None = None  # where one watches these steps
         self.step = 0  # the next one to be recorded
         self._metrics: MetricsWriter | None = None
         self.life = ""  # names the trainer that did the last step
@@ -41,6 +43,8 @@ class Record:
         self.close()
         self.step = step
         self._metrics = MetricsWriter(self.run_dir, resume_at=step)
+        if self.guard is not None:
+            self.guard.open(step)
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -60,6 +64,8 @@ class Record:
                 self._rewards = {step: reward for step, reward in self._rewards.items() if step < report["step"]}
                 self.open(report["step"])
             row = self._row(report)
+            if self.guard is not None:
+                row |= self.guard.watch(report["step"], row)
             assert self._metrics is not None
             self._metrics.write(report["step"], row, report["histograms"])
             self.table.update({"step": report["step"], "replica": report.get("replica", 0), **row})
