@@ -81,5 +81,5 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
     for i in range(config.generator.count):
         name, devices = f"generator-{i}", config.generator.devices[i : i + 1]
         spec = replace(proc(name, config.generator.threads), devices=devices)
-        filled.append(Place("generator", name, GeneratorActor, (*playing, i, replicas), spec))
+        filled.append(Place("generator", name, GeneratorActor, (*playing, i, replicas, config.safety.monitor), spec))
     return filled

@@ -51,15 +51,16 @@ def _form(*patterns: str) -> Form:
 _START = (
     r"(?:^|[|(\[{])\s*"
     r"(?:(?:[$>%!]|(?:action|command|cmd|bash|shell|run|tool|code):|sudo|env|time|nohup|exec|command|builtin|nice|xargs|"
-    r"busybox|timeout|stdbuf|bash|sh|zsh|cmd|powershell|do|then|else|if|while|return|await|print|"
-    r"-[^\s|]{1,80}|/c|\w{1,40}=[^\s|]{0,200}|\w{1,40} =|\d+[smh]?)[\s(]+){0,8}"
+    r"busybox|timeout|stdbuf|bash|sh|zsh|cmd|powershell|python[\d.]*|do|then|else|if|while|return|await|print|"
+    r"-u [\w-]{1,40}|-[^\s|]{1,80}|/c|\w{1,40}=[^\s|]{0,200}|\w{1,40} =|\d+[smh]?)[\s(]+){0,8}"
     r"(?:[^\s|/(\[{]{0,60}/){0,12}"
 )
 _T = r"[^\s,()\[\]{}=<>:|]"  # a sign of a word …
 _EDGE = rf"(?<!{_T})"  # … and where a word begins
 _PATH = rf"(?={_T}*(?:/|\.\w))"  # before a word that is a path: it has a slash, or a dot inside
 _ARGUMENTS = rf"(?:[\s,]+(?:-[^\s|,]{{1,80}}|\d+|{_PATH}{_T}++)){{0,12}}?[\s,]+"  # options and paths, no prose
-_INSIDE = r"(?:[^()]|\((?:[^()]++|\([^()]*+\))*+\))*?"  # an argument list, up to what is looked for
+_BALANCED = r"(?:[^()]|\((?:[^()]++|\([^()]*+\))*+\))*?"
+_INSIDE = rf"{_BALANCED}(?:\({_BALANCED}){{0,2}}?"  # an argument list, up to what is looked for, calls in it included
 
 # Verbs: of shells alone; those that search; those that prose begins with too; of tools and code.
 _SHOW = (
