@@ -73,7 +73,7 @@ class ObjectStoreManager:
         self._weight = 1.0
         self._participants = 0
         self._contributed = self._served = 0  # the last rounds that this replica did so in
-        self._sync = _Sync()
+        self._sync = _Sync(self._weight)
 
     def register_state_dict_fn(self, key: str, load: Callable[[State], None], save: Callable[[], State]) -> None:
         """`save` returns tensors and plain values; `load` takes them when this replica heals, in registered order."""
@@ -92,13 +92,15 @@ class ObjectStoreManager:
             self._launch()
 
     def contribute(self, weight: float) -> None:
-        """What the next contributions count for, until it is called again."""
+        """What the rounds that begin from now on count this replica for. ValueError unless finite and not negative."""
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight {weight} of a contribution: give a finite number that is not negative")
         self._weight = weight
 
     def start_quorum(self) -> None:
         """Begin the next round; heals here when the others are ahead. TimeoutError when that takes `give_up_s`."""
         self._sync.join(self._rounds.timeout_s)
-        self._sync = _Sync()
+        self._sync = _Sync(self._weight)
         if self._rounds.store is None:
             return
         ahead = self._rounds.newest()
@@ -148,7 +150,7 @@ class ObjectStoreManager:
         sync, number = self._sync, self._rounds.rounds + 1
         if not sync.follow:
             self._contributed = number
-        sync.launch(lambda: self._rounds.collect(sync.tensors, self._weight, follow=sync.follow))
+        sync.launch(lambda: self._rounds.collect(sync.tensors, sync.weight, follow=sync.follow))
 
     def _finished(self) -> Average | None:
         """The round's average, put into the tensors; None where it was over long ago. Heals others while it waits."""
@@ -246,7 +248,8 @@ class ObjectStoreManager:
 class _Sync:
     """The tensors of one round and, once it is launched, the thread that averages them."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
         self.tensors: list[torch.Tensor] = []
         self.follow = False
         self.thread: threading.Thread | None = None
