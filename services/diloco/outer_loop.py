@@ -183,6 +183,7 @@ class OuterLoop(DiLoCo):
         self.rounds_lost += self._quorum(self.tokens[self._current_fragment()])
         self._in_flight = self._fragments[self._current_fragment()]
         self._in_flight.prepare(self._manager, keep=self._fragment_sync_delay > 0)
+        self._local_step = self._sync_every - self._fragment_sync_delay  # healing has set it back
 
     def _prepare_late(self) -> None:
         """Take part in a sync that peers have prepared already, and perform it when they do."""

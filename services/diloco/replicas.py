@@ -169,12 +169,12 @@ class Outer:
         self.step = int(progress["step"])
 
     def synced_only(self) -> None:
-        """Forget what was trained since the last syncs: parameters := originals, a round begins, `step` is where.
+        """Forget what was trained since the last syncs: parameters := originals, `step` is that of the last sync.
 
         For a replica that starts from another one's checkpoint.
         """
+        self.step -= self._loop.local_step
         self._loop.forget_local()
-        self.step = self.rounds * (self.config.sync_every // self.config.fragments)
 
     # ---- healing -------------------------------------------------------------------------------------------------
 
