@@ -82,6 +82,7 @@ class ReplicaManager:
         self._rounds = {"step": 0, "batches_committed": 0}
         self._weight = self._factor = 1.0
         self._failures = 0  # in a row
+        self._unfinished = False  # a quorum stands, whose sync is not over
         self._problem = ""
         self._inner: Manager | None = None
         self._store: dist.TCPStore | None = None
@@ -152,6 +153,7 @@ class ReplicaManager:
         """Whether every member has every average of this sync. If not, the sync is to be tried again or left."""
         inner = self._manager
         fine = inner.should_commit()
+        self._unfinished = False
         if fine:
             self._rounds = inner.state_dict()
             self._failures = 0
@@ -221,12 +223,19 @@ class ReplicaManager:
         self._opened(reopen)
         inner, self._staged = self._manager, None
         inner.load_state_dict(self._rounds)  # a checkpoint may have set them
+        if self._unfinished:
+            # The sync was left. Members that are still in it must fail now, and all make a new group: in the old one
+            # their collectives would meet others of ours, at which gloo ends the process.
+            inner._commit_failures += 1
+            inner._pg.abort(errored=False)
+            self._unfinished = False
         pending: Future[None] = Future()
         threading.Thread(target=_run, args=(inner.start_quorum, pending), daemon=True).start()
         while True:
             with contextlib.suppress(TimeoutError):
                 error = pending.exception(_LOOK_S)
                 if error is None and inner.errored() is None:
+                    self._unfinished = True
                     return True
                 self._problem = _text(inner) if error is None else f"{type(error).__name__}: {error}"
                 # Who merely waited goes on with the same manager: a new one would meet its own registration, and take

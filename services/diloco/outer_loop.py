@@ -158,7 +158,9 @@ class OuterLoop(DiLoCo):
                 return False
             time.sleep(_PAUSE_S)
         if healed or self._manager.num_participants() > 1:
-            self._prepare_late()
+            self._send()
+            if self._local_step == self._sync_every:
+                self._perform()
         self.seconds += time.monotonic() - began
         return healed
 
@@ -181,17 +183,13 @@ class OuterLoop(DiLoCo):
     def _prepare(self) -> None:
         """Send the pseudo-gradient of the fragment whose turn it is; after healing that is zero."""
         self.rounds_lost += self._quorum(self.tokens[self._current_fragment()])
-        self._in_flight = self._fragments[self._current_fragment()]
-        self._in_flight.prepare(self._manager, keep=self._fragment_sync_delay > 0)
-        self._local_step = self._sync_every - self._fragment_sync_delay  # healing has set it back
+        self._send()
 
-    def _prepare_late(self) -> None:
-        """Take part in a sync that peers have prepared already, and perform it when they do."""
+    def _send(self) -> None:
+        """Start a fragment's all-reduce; wherever this replica stood in its round, it is now where its peers are."""
+        self._local_step = self._sync_every - self._fragment_sync_delay
         self._in_flight = self._fragments[self._current_fragment()]
         self._in_flight.prepare(self._manager, keep=self._fragment_sync_delay > 0)
-        self._local_step = self._sync_every - self._fragment_sync_delay
-        if self._local_step == self._sync_every:
-            self._perform()
 
     def _perform(self) -> None:
         """Apply the average. When the sync failed, try again with those who are left, until it succeeds."""
@@ -205,10 +203,12 @@ class OuterLoop(DiLoCo):
             self.retries += 1
             time.sleep(_PAUSE_S)
             if self._quorum(self.tokens[self._current_fragment()]):
-                self.rounds_lost += 1  # peers went on without this replica
-                self._prepare_late()
-                return
-            self._in_flight.send_again(self._manager)
+                self.rounds_lost += 1  # peers went on without this replica, and are sending the next fragment
+                self._send()
+                if self._local_step < self._sync_every:
+                    return
+            else:
+                self._in_flight.send_again(self._manager)
         number = self._fragments.index(self._in_flight)
         self.last = self._in_flight
         self.tokens[number] = 0.0
