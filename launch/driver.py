@@ -81,7 +81,7 @@ class Driver:
         self.supervisor.listeners.append(lambda table: self.bindings[table.role].update(table))
         self.bindings = {role: Binding[Any](role) for role in roles.ROLES}
         replicas = range(config.trainer.replicas)
-        self.trainers = [self.bindings["trainer"].only(trainer_name(replica)) for replica in replicas]
+        self.trainers = [self.bindings["trainer"].only(trainer_name(replica), patience_s=0.0) for replica in replicas]
         self.buffers = [self.bindings["rollout_buffer"].only(buffer_name(replica)) for replica in replicas]
         self.checkpoints = [checkpoints_of(run.path, r, config.trainer.keep_checkpoints) for r in replicas]
         self.records = [Record(run.path, table, self.supervisor, self.say, replica) for replica in replicas]
@@ -184,16 +184,18 @@ class Driver:
 
     async def _follow(self) -> None:
         """Record every step; returns when all trainers have done their last one and saved, or the guard says stop."""
-        names = [record.trainer for record in self.records]
-        while not (self.guard.stops or all(self._done(self.supervisor.health.get(name, {})) for name in names)):
-            await self._read_reports(wait_s=1.0)
+        # Each by itself, because one that is gone must not keep the others' steps from being seen.
+        await asyncio.gather(*[self._follow_one(*each) for each in zip(self.trainers, self.records, strict=True)])
+
+    async def _follow_one(self, trainer: Binding[Any], record: Record) -> None:
+        while not (self.guard.stops or self._done(self.supervisor.health.get(record.trainer, {}))):
+            if trainer.bound:
+                await self._read_reports_of(trainer, record, wait_s=1.0)
+            else:
+                await asyncio.sleep(0.2)
 
     def _done(self, trainer: dict[str, Any]) -> bool:
         return bool(trainer.get("done")) and not trainer["failure"] and trainer["step"] >= self.config.trainer.steps
-
-    async def _read_reports(self, wait_s: float) -> None:
-        pairs = zip(self.trainers, self.records, strict=True)
-        await asyncio.gather(*[self._read_reports_of(trainer, record, wait_s) for trainer, record in pairs])
 
     async def _read_reports_of(self, trainer: Binding[Any], record: Record, wait_s: float) -> None:
         try:
@@ -282,7 +284,8 @@ class Driver:
         await self.supervisor.finish("trainer")
         accounts: dict[str, Any] = {}
         if self.bindings["trainer"].bound:  # a run that was stopped while it started may have neither of the two
-            await self._read_reports(wait_s=0.0)
+            pairs = zip(self.trainers, self.records, strict=True)
+            await asyncio.gather(*[self._read_reports_of(trainer, record, wait_s=0.0) for trainer, record in pairs])
         await self.supervisor.finish(*[role for role in FINISH_ORDER if role not in ("trainer", "rollout_buffer")])
         if self.bindings["rollout_buffer"].bound:
             accounts = await self._accounts()
