@@ -164,6 +164,14 @@ class OuterLoop(DiLoCo):
         self.seconds += time.monotonic() - began
         return healed
 
+    def finish(self) -> None:
+        """At the end of training: sync the fragments that were trained since their last sync, so that all are equal."""
+        began = time.monotonic()
+        for _ in self._fragments[1:]:
+            self._prepare()
+            self._perform()
+        self.seconds += time.monotonic() - began
+
     # ---- the two points of a round -------------------------------------------------------------------------------
 
     def _step_post_hook(self, *_: Any) -> None:

@@ -85,6 +85,10 @@ class Outer:
         """
         return self._loop.join(at_least, limit_s)
 
+    def finish(self) -> None:
+        """After the last step: bring the fragments whose turn it was not to what all replicas agree on."""
+        self._loop.finish()
+
     @property
     def settled(self) -> bool:
         """Whether no fragment's bytes are under way: a checkpoint may be taken."""

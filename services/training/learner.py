@@ -410,6 +410,8 @@ class Learner:
                 self.outer.step = batch.id + 1
                 self.outer.trained(sum(rollout.sampled_tokens for group in batch.groups for rollout in group.rollouts))
             self.optimizer.step()
+            if self.outer is not None and self.outer.step >= self.steps:
+                self.outer.finish()
         return rate
 
 
