@@ -71,19 +71,24 @@ class Executor(ABC):
     @abstractmethod
     def stream_logs(self, rank: int, follow: bool = True) -> Iterator[str]: ...
 
+    def _forget(self) -> None:
+        """Release what is left of a launch that is over."""
+        self._spec, self._statuses = None, []
+
     # ---- the same for all ----------------------------------------------------------------------------------------
 
     def launch_replicas(self, spec: ReplicaSpec) -> None:
         if self._spec is not None and any(status.state in ALIVE for status in self.poll()):
             raise RuntimeError("replicas of an earlier launch still run: collect() or cancel() them first")
         check_store(spec.uri)
+        self._forget()
         self._spec, self._launch = spec, secrets.token_hex(8)
         self._statuses = [ReplicaStatus(rank, "pending") for rank in range(spec.world_size)]
         failures = self._for_all(range(spec.world_size), lambda rank: self._start(rank, spec, self._launch))
         if failures:
             rank, error = min(failures.items())
             left = self._for_all(range(spec.world_size), self._end)  # a start that failed may have started it
-            self._spec, self._statuses = None, []
+            self._forget()
             rest = "".join(f"; replica {r} could not be ended and may still run: {why}" for r, why in left.items())
             raise RuntimeError(f"replica {rank} could not be started ({error}); the others are ended{rest}") from error
 
@@ -137,7 +142,9 @@ class Executor(ABC):
         if status.state == "cancelled":
             error = "it was cancelled"
         elif status.state == "failed":
-            error = record.get("error") or status.detail or _describe(code, self._spec.limit_s)
+            # Its own word and the back end's: a replica whose host goes away only says that it was ended.
+            said = [why for why in (record.get("error"), status.detail) if why]
+            error = "; ".join(said) or _describe(code, self._spec.limit_s)
         elif "value" not in record:
             error = record.get("error") or f"it ended well but left no result in {self._spec.uri}"
         state = "failed" if error and status.state == "succeeded" else status.state

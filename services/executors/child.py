@@ -18,9 +18,12 @@ _SLACK_S = 20.0  # for the guard's sweep, on a loaded machine
 
 
 class ChildProcess:
-    """`log_path` gets both output streams, behind what an earlier process wrote there; `read` sees its own part."""
+    """`env`: on top of this process's own; None takes a variable out. `log_path` gets both output streams, behind what
+    an earlier process wrote there; `read` sees this one's part."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: Path, grace_s: float, limit_s: float):
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str | None], log_path: Path, grace_s: float, limit_s: float
+    ) -> None:
         self.command, self.env, self.log_path = list(command), dict(env), log_path
         self.grace_s, self.limit_s = grace_s, limit_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,6 +34,7 @@ class ChildProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # It finds the packages that this process finds, from whatever folder.
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        env = {**os.environ, "PYTHONPATH": paths, **self.env}
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self._process = subprocess.Popen(
@@ -38,7 +42,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": paths, **self.env},
+                env={name: value for name, value in env.items() if value is not None},
                 start_new_session=True,  # Ctrl-C reaches the starter only, which ends its replicas in its own order
             )
 

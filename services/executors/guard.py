@@ -71,13 +71,17 @@ def _watch(child: int, asked: list[int], grace_s: float, limit_s: float) -> int:
 
 def _start(command: Sequence[str]) -> int:
     """Fork and run the command, which dies with this process. Its pid."""
-    parent = os.getpid()
+    parent, ends = os.getpid(), {signal.SIGTERM, signal.SIGINT}
+    # Held back until the child has let go of our handlers: one that came in between would end nothing.
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     child = os.fork()
     if child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
         return child
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ends)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before it could be told
             os._exit(1)

@@ -4,40 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from replica_helpers import LIMIT_S, all_gone, pids_of, spec, wait_until
 
 from mesh.processes import started
 from services.environments.process import ROOT
-from services.executors import LocalProcessExecutor, ReplicaFailed, ReplicaSpec
+from services.executors import LocalProcessExecutor, ReplicaFailed
 
-LIMIT_S = 200.0
-HERE = Path(__file__).parent
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {LIMIT_S} s in vain until {what}"
-        time.sleep(0.05)
-
-
-def spec(store: Path, function: str, world_size: int = 1, **more) -> ReplicaSpec:
-    store.mkdir(exist_ok=True)
-    return ReplicaSpec(f"replica_targets:{function}", world_size, str(store), **more)
-
-
-def pids_of(store: Path, rank: int = 0) -> list[int]:
-    file = store / f"pids-{rank}"
-    wait_until(file.exists, f"replica {rank} is up")
-    return [int(pid) for pid in file.read_text().split()]
-
-
-def all_gone(pids: list[int]) -> bool:
-    return all(started(pid) is None for pid in pids)
+TESTS = ROOT / "tests"
 
 
 @pytest.fixture
@@ -168,7 +144,7 @@ def test_replicas_end_when_their_launcher_is_killed(tmp_path):
     launcher = subprocess.Popen(
         [sys.executable, "-c", text, str(tmp_path / "logs"), str(store)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)])},
     )
     try:
         pids = pids_of(store)

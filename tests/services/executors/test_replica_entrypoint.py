@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -14,7 +13,7 @@ from services.executors import Replica, ReplicaSpec
 from services.executors.replica_entrypoint import main, run
 from services.executors.results import read_record, write_record
 
-HERE = Path(__file__).parent
+TESTS = ROOT / "tests"
 
 
 def arguments(store, target="replica_targets:describe", **changed):
@@ -44,7 +43,7 @@ def test_a_wrong_argument_is_one_sentence_and_exit_code_2(tmp_path, capsys, chan
 
 def test_the_module_runs_as_a_command_and_leaves_its_record(tmp_path):
     command = [sys.executable, "-m", "services.executors.replica_entrypoint", *arguments(tmp_path, payload='{"a": 1}')]
-    paths = os.pathsep.join([str(ROOT), str(HERE)])
+    paths = os.pathsep.join([str(ROOT), str(TESTS)])
     ended = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, timeout=200, check=False
     )
@@ -93,7 +92,7 @@ def test_records_are_kept_by_launch_in_any_file_system():
 def test_a_store_that_takes_nothing_is_an_error_that_names_it(tmp_path, monkeypatch):
     monkeypatch.setattr("services.executors.results._BACKOFF_S", 0.0)
     (tmp_path / "results").write_text("a file where the folder should be")
-    with pytest.raises(OSError, match="could not be written to .*rank-0.json"):
+    with pytest.raises(OSError, match=r"could not be written to .*rank-0\.json"):
         write_record(str(tmp_path), 0, {"launch": "a", "rank": 0, "value": 1})
 
 

@@ -90,3 +90,15 @@ def count(replica: Replica) -> int:
             time.sleep(0.02)
         print(f"line {i}", flush=True)
     return 3
+
+
+def environment(replica: Replica) -> dict[str, str]:
+    return dict(os.environ)
+
+
+def sleep_or_return(replica: Replica) -> str:
+    """Rank 0 sleeps for ever."""
+    if replica.rank == 0:
+        print("sleeping", flush=True)
+        sleep_with_stubborn_family(replica)
+    return "returned"
