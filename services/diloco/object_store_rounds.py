@@ -173,13 +173,14 @@ class ObjectStoreAllReduce:
                 follow = False
             if now - begin > self.timeout_s:
                 raise TimeoutError(self._missing(number, came.keys() | look.healed))
+            if self.rank not in look.contributions:  # it only follows, or slept until the round was deleted
+                self._still_kept(number)
             self.pause()
             look = self.look(number)
         members = self._members(number)
         averaged = self._mean(number, members, own, loaded)
-        if max(self._numbers(), default=0) >= number + self.keep_rounds:
-            # The round's first MEMBERS may be deleted already, and the one just read a second that nobody else knows.
-            raise self._left_behind(number)
+        # The round's first MEMBERS may be deleted already, and the one just read a second that nobody else knows.
+        self._still_kept(number)
         return Average(sorted(members), averaged, counted=bool(self._mine & set(members.values())))
 
     def finish(self) -> None:
@@ -325,6 +326,11 @@ class ObjectStoreAllReduce:
     def _numbers(self) -> list[int]:
         assert self.store is not None
         return [int(match[1]) for name in self.store.names() if (match := ROUND.fullmatch(name))]
+
+    def _still_kept(self, number: int) -> None:
+        """LeftBehindError once the others may have deleted a round."""
+        if max(self._numbers(), default=0) >= number + self.keep_rounds:
+            raise self._left_behind(number)
 
     def _left_behind(self, number: int) -> LeftBehindError:
         return LeftBehindError(

@@ -294,6 +294,22 @@ def test_who_sleeps_through_its_round_and_the_deletion_of_it_makes_no_round_of_i
     assert slow.rounds == 0
 
 
+def test_who_sleeps_after_its_contribution_until_that_is_deleted_learns_it(uri):
+    fast, slow = make(uri, 0, 2, min_replicas=1), make(uri, 1, 2, min_replicas=2, first_grace_s=60)
+    fast.rounds, pause = 1, slow.pause
+
+    def sleep():
+        """It is alone in round 1 when it falls asleep, and the others are five rounds on when it wakes."""
+        slow.store.remove("round-00000001")
+        fast.first_grace_s, slow.pause = 0.02, pause
+        for _ in range(5):
+            fast.average([torch.ones(1)])
+
+    slow.pause = sleep
+    with pytest.raises(LeftBehindError, match="round 1 "):
+        slow.average([torch.zeros(1)])
+
+
 def test_leaving_ends_the_wait(tmp_path):
     reduce = make(str(tmp_path), 0, 2)
     threading.Timer(0.2, reduce.close).start()
