@@ -7,6 +7,7 @@
 `MonarchExecutor`, whose replicas run in the procs of a Monarch job, is in `launch`, because it places actors.
 """
 
+from services.executors.hf_jobs import HFJobsExecutor
 from services.executors.local import LocalProcessExecutor
 from services.executors.protocol import (
     ExecutorUnavailable,
@@ -20,6 +21,7 @@ from services.executors.protocol import (
 
 __all__ = [
     "ExecutorUnavailable",
+    "HFJobsExecutor",
     "LocalProcessExecutor",
     "Replica",
     "ReplicaFailed",
