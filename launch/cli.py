@@ -76,6 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="show what works on this machine, and why the rest does not")
     doctor.set_defaults(do=_doctor)
 
+    chaos = commands.add_parser("chaos", help="train while processes are killed at random; 0 if all promises were kept")
+    chaos.add_argument("config", nargs="?", type=Path, help="as for run")
+    chaos.add_argument("--kills", type=int, default=20, help="processes to kill or stop")
+    chaos.add_argument("--seed", type=int, default=0, help="of the draws: when, who, and how")
+    chaos.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
+    chaos.set_defaults(do=_chaos)
+
     ablate = commands.add_parser("ablate", help="compare the four arms: policy, +sdpo, +replay, both")
     ablate.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     ablate.add_argument("--steps", type=int, default=80)
@@ -279,6 +286,23 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for check in checks():
         print(f"{'ok ' if check.works else 'no '} {check.name:28} {check.detail}")
     return 0
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from launch.chaos import chaos, defaults
+    from launch.config import load_config
+
+    if arguments.kills < 1:
+        raise Refused(f"--kills {arguments.kills} is no soak: give 1 or more")
+    name = f"chaos-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings = [f"run.name={name}", *defaults(arguments.kills), *arguments.set]
+    config = load_config(arguments.config, settings)
+    run_dir = Path(config.run.root).expanduser().absolute() / str(config.run.name)
+    if run_dir.exists():
+        raise Refused(f"run {config.run.name!r} exists already in {run_dir.parent}: choose another run.name")
+    given = [str(arguments.config)] if arguments.config else []
+    command = [*given, *(part for setting in settings for part in ("--set", setting))]
+    return 0 if chaos(config, command, run_dir, arguments.kills, arguments.seed) else 1
 
 
 def _ablate(arguments: argparse.Namespace) -> int:

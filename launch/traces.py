@@ -22,7 +22,7 @@ OF_A_LIVE_RUN = ("mesh.ref", "driver.lock", PIDS)
 
 
 class Traces:
-    """Of one run, or of a run and its resumes: start each driver with `environment`. Needs Linux's /proc."""
+    """Of one run, or a run and its resumes: start each driver with `mark` in its environment. Needs Linux's /proc."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self.run_dir = Path(run_dir)
@@ -30,8 +30,8 @@ class Traces:
         self.seen: set[int] = set()  # pids that the run had at some time
 
     @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, VARIABLE: self.word}
+    def mark(self) -> dict[str, str]:
+        return {VARIABLE: self.word}
 
     def processes(self) -> list[ProcessId]:
         """The run's processes that live now. Call it now and then: shared memory is found by its owner's pid."""

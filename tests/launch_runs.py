@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+from launch.traces import Traces
+
 SMALL = [
     "trainer.steps=4",
     "rollouts.groups_per_batch=2",
@@ -37,12 +39,15 @@ def settings(root, name, *more):
 class LiveRun:
     """`milkweed run` (or `resume`) in the background; always ended at the end of the block."""
 
-    def __init__(self, root, name, *more, resume=False):
+    def __init__(self, root, name, *more, resume=False, traces=None):
+        """`traces`: of the run that is resumed."""
         self.path = Path(root) / name
+        self.traces = traces or Traces(self.path)
         arguments = ["resume", str(self.path)] if resume else ["run", *settings(root, name, *more)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "launch.cli", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**ENVIRONMENT, **self.traces.mark},
         )  # fmt: skip
 
     def __enter__(self):
