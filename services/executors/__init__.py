@@ -9,6 +9,7 @@
 
 from services.executors.hf_jobs import HFJobsExecutor
 from services.executors.local import LocalProcessExecutor
+from services.executors.modal import ModalExecutor
 from services.executors.protocol import (
     ExecutorUnavailable,
     Replica,
@@ -23,6 +24,7 @@ __all__ = [
     "ExecutorUnavailable",
     "HFJobsExecutor",
     "LocalProcessExecutor",
+    "ModalExecutor",
     "Replica",
     "ReplicaFailed",
     "ReplicaResult",
