@@ -69,6 +69,7 @@ class Reference:
     momentum: float = 0.9
     nesterov: bool = True
     weights: list[float] = field(default_factory=list)
+    lost: set[tuple[int, int]] = field(default_factory=set)  # (replica, round) whose contribution did not count
 
     def run(self, steps: int) -> list[list[dict[str, np.ndarray]]]:
         """By step, then by replica."""
@@ -93,8 +94,9 @@ class Reference:
             if local == part - self.delay:
                 sent = {name: [original[name] - h[name] for h in held] for name in names}
             if local == part:
+                counts = np.array([0.0 if (r, rounds) in self.lost else w for r, w in enumerate(weights)])
                 for name in names:
-                    average = np.tensordot(weights / weights.sum(), np.stack(sent[name]), 1)
+                    average = np.tensordot(counts / counts.sum(), np.stack(sent[name]), 1)
                     outer[name] = self.momentum * outer[name] + average
                     update = average + self.momentum * outer[name] if self.nesterov else outer[name]
                     original[name] = original[name] - self.lr * update

@@ -88,7 +88,9 @@ class Replica:
                 yield self.step
 
     def digest(self) -> str:
-        tensors = [*self.parameters, *(t for f in self.loop._fragments for t in f.original_parameters.values())]
+        """Of what replicas share right after a sync: originals, outer momenta, and the fragment that was synced."""
+        synced = self.fragments[(self.manager.current_step() - 1) % len(self.fragments)]
+        tensors = [*synced.parameters(), *(t for f in self.loop._fragments for t in f.original_parameters.values())]
         for outer in self.outer:
             for state in outer.state_dict()["state"].values():
                 tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
