@@ -156,7 +156,7 @@ class ObjectStoreAllReduce:
         enough_since: float | None = None
         look = self.look(number)
         if not follow and not look.fixed:
-            self._contribute(number, own, weight)
+            self._contribute(number, own, weight, loaded)
             look = self.look(number)
         while not look.fixed:
             came = self._valid(number, look, own, loaded)
@@ -169,7 +169,7 @@ class ObjectStoreAllReduce:
                     break
             if follow and not came and now - begin > grace:
                 # Who healed this replica died before it contributed; somebody has to open the round.
-                self._contribute(number, own, 0.0)
+                self._contribute(number, own, 0.0, loaded)
                 follow = False
             if now - begin > self.timeout_s:
                 raise TimeoutError(self._missing(number, came.keys() | look.healed))
@@ -226,11 +226,14 @@ class ObjectStoreAllReduce:
         """Leave: whoever waits in this object stops. Idempotent."""
         self._closed.set()
 
-    def _contribute(self, number: int, tensors: list[torch.Tensor], weight: float) -> None:
+    def _contribute(
+        self, number: int, tensors: list[torch.Tensor], weight: float, loaded: dict[str, _Contribution]
+    ) -> None:
         assert self.store is not None
         name = f"contribution-{self.rank:04d}-{time.time_ns():020d}-{secrets.token_hex(4)}.pt"
         self.store.save(f"{folder(number)}/{name}", {"weight": float(weight), "tensors": tensors})
         self._mine.add(name)
+        loaded[name] = _Contribution(float(weight), tensors)  # what the others will read, so it need not be read here
 
     def _awaited(self, number: int) -> tuple[set[int], float]:
         """Who may still come to a round, and for how long it is worth waiting once there are enough."""
