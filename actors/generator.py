@@ -133,6 +133,7 @@ class GeneratorActor(MeshActor):
         self._episodes: set[asyncio.Task[None]] = set()
         self._leases: set[str] = set()  # ids of those that no rollout answered yet
         self._held_out = itertools.count()  # numbers the requests of held-out episodes
+        self._held_out_playing = 0
         # They take sessions that no training episode needs, if there are any.
         self._held_out_places = asyncio.Semaphore(max(1, environment.max_sessions - config.episodes))
 
@@ -165,7 +166,8 @@ class GeneratorActor(MeshActor):
             await self.engine.stop()
 
     def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"episodes": len(self._episodes), "trainer": self.trainer, "trouble": self.trouble}
+        figures: dict[str, Any] = {"episodes": len(self._episodes), "held_out": self._held_out_playing}
+        figures |= {"trainer": self.trainer, "trouble": self.trouble}
         figures |= self.counts
         if self.engine is not None:
             stats = self.engine.stats()
@@ -323,7 +325,11 @@ class GeneratorActor(MeshActor):
         async with self._held_out_places:
             # The same random numbers at every evaluation: two of them differ by their weights alone.
             lease = evaluation_lease(Task(f"held-out-{seed}", -1, seed))
-            return await self._score(await self.held_out_runner.run(lease, greedy=greedy))
+            self._held_out_playing += 1
+            try:
+                return await self._score(await self.held_out_runner.run(lease, greedy=greedy))
+            finally:
+                self._held_out_playing -= 1
 
     async def _generate_held_out(self, request: GenerationRequest) -> Generation:
         """Under an id of its own: an evaluation that nobody waits for any more may still play the same task."""
