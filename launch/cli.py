@@ -60,6 +60,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
     run.set_defaults(do=_run)
 
+    replica = commands.add_parser("replica", help="train as one of several runs that average over an object store")
+    replica.add_argument("config", nargs="?", type=Path, help="as for run; the same for all replicas")
+    replica.add_argument("--rank", type=int, required=True, help="which replica this is, from 0 on")
+    replica.add_argument("--world-size", type=int, required=True, help="how many replicas there are")
+    replica.add_argument("--uri", required=True, help="store in which they meet: a path, s3://, gs://, hf://")
+    replica.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
+    replica.set_defaults(do=_replica)
+
     resume = commands.add_parser("resume", help="go on with a run from its last checkpoint")
     resume.add_argument("run", help="name or folder of the run")
     resume.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="change one setting")
@@ -107,6 +115,33 @@ def _run(arguments: argparse.Namespace) -> int:
     return _drive(config, run, model)
 
 
+def _replica(arguments: argparse.Namespace) -> int:
+    from launch.replica import replica_config
+
+    given = (arguments.config, arguments.rank, arguments.world_size, arguments.uri, arguments.set)
+    return train_replica(replica_config(*given))[0]
+
+
+def train_replica(config: Config) -> tuple[int, RunFolder]:
+    """Train as one replica, from its last checkpoint if it has one, and put its policy into the store.
+
+    The command's exit status, and the run.
+    """
+    from launch.models import initial_model
+    from launch.replica import keep_policy, open_run
+
+    _check_packages(config)
+    model = initial_model(config)
+    _check_teachers(config)
+    run = open_run(config)
+    _refuse_if_done(run, config)
+    status = _drive(config, run, model)
+    summary = run.read_status().get("summary")
+    if status == 0 and summary and summary["policy"]:
+        print(f"trained model in the store: {keep_policy(config, summary['policy'])}")
+    return status, run
+
+
 def _resume(arguments: argparse.Namespace) -> int:
     from launch.config import validated
     from launch.models import initial_model
@@ -122,13 +157,17 @@ def _resume(arguments: argparse.Namespace) -> int:
         )
     _check_packages(config)
     _check_teachers(config)
+    _refuse_if_done(run, config)
+    return _drive(config, run, initial_model(config))
+
+
+def _refuse_if_done(run: RunFolder, config: Config) -> None:
     latest = Checkpoints(run.checkpoints).latest()
     if latest is not None and latest.step >= config.trainer.steps:
         raise Refused(
             f"run {run.name} is done: it stands at step {latest.step} of {config.trainer.steps}; to go on, "
             f"set more steps, e.g. --set trainer.steps={2 * latest.step}"
         )
-    return _drive(config, run, initial_model(config))
 
 
 def _check_packages(config: Config) -> None:
