@@ -207,9 +207,14 @@ class Driver:
             self.say(f"no report: {error}")
 
     async def _play_held_out(self, seeds: list[int]) -> Evaluation:
-        generators = [Binding[Any].to(member) for member in self.supervisor.tables["generator"].members]
         safety, trainer = self.config.safety, self.records[0].trainer
-        return await evaluate_beside_training(generators, seeds, trainer, safety.hold_s, self.say, safety.score)
+
+        def alive(generator: Binding[Any]) -> bool:
+            assert generator.table is not None
+            return generator.table.members[0] in self.supervisor.tables["generator"].members
+
+        generators = [Binding[Any].to(member) for member in self.supervisor.tables["generator"].members]
+        return await evaluate_beside_training(generators, seeds, trainer, safety.hold_s, self.say, safety.score, alive)
 
     async def _beat(self) -> None:
         """Once a second: show the run to whoever attached, do what they asked for, mend what is not an actor."""

@@ -30,6 +30,7 @@ from services.rollouts.tasks import held_out_seeds
 
 WEIGHTS_LIMIT_S = 60.0  # for all generators to hold the final weights
 TASK_LIMIT_S = 2.0  # per held-out task of one generator, on top of the contract's limit
+LOOK_S = 0.5  # between two looks at whether a generator that plays is still there
 ANSWER_LIMIT_S = 10.0  # for a generator to answer once the time of its episodes is over
 ENOUGH = 0.75  # of the tasks must have a score: those that are done first are the easy ones
 
@@ -60,10 +61,12 @@ async def evaluate_beside_training(
     hold_s: float,
     say: Say,
     score: Literal["reward", "environment"] = "reward",
+    alive: Callable[[Any], bool] = lambda generator: True,
 ) -> Evaluation:
     """Play the held-out tasks `seeds` with one version of `trainer`, by those generators that have it.
 
-    Each of `generators` is bound to one of them. What fails on the way is told to `say` and missing in the result.
+    Each of `generators` is bound to one of them. One that is not `alive` any more is not waited for: a call to an actor
+    that died may be left without an answer. What fails on the way is told to `say` and missing in the result.
     """
     began = time.monotonic()
     held = await asyncio.gather(*[_hold(generator, hold_s, say) for generator in generators])
@@ -74,7 +77,7 @@ async def evaluate_beside_training(
         left_s = max(0.0, hold_s - (time.monotonic() - began))
         parts = [list(seeds[i :: len(playing)]) for i in range(len(playing))]
         played = await asyncio.gather(
-            *[_play(generator, part, left_s, say) for generator, part in zip(playing, parts, strict=True)]
+            *[_play(generator, part, left_s, say, alive) for generator, part in zip(playing, parts, strict=True)]
         )
     except asyncio.CancelledError:
         await asyncio.gather(*[_hold(generator, 0.0, say) for generator in generators])
@@ -108,18 +111,25 @@ def _common_version(held: Sequence[tuple[str, int]], trainer: str) -> tuple[str,
     return max(counted, key=lambda each: (counted[each], each[1]), default=None)
 
 
-async def _play(generator: Binding[Any], seeds: list[int], limit_s: float, say: Say) -> list[Rollout]:
+async def _play(
+    generator: Binding[Any], seeds: list[int], limit_s: float, say: Say, alive: Callable[[Any], bool]
+) -> list[Rollout]:
     """What one held generator has played within the limit; it is released then. [] when it died."""
+    asked = generator.call_within(limit_s + ANSWER_LIMIT_S, roles.Generator.evaluate, seeds, False, limit_s)
+    playing = asyncio.create_task(asked)
     try:
-        if not seeds:
-            return []
-        wait_s = limit_s + ANSWER_LIMIT_S
-        return await generator.call_within(wait_s, roles.Generator.evaluate, seeds, False, limit_s)
+        while not (await asyncio.wait({playing}, timeout=LOOK_S))[0]:
+            if not alive(generator):
+                say(f"evaluation: {len(seeds)} tasks are not played: {generator.role} died")
+                return []
+        return playing.result()
     except BindingError as error:
         say(f"evaluation: {len(seeds)} tasks are not played: {error}")
         return []
     finally:
-        await _hold(generator, 0.0, say)
+        playing.cancel()
+        if alive(generator):
+            await _hold(generator, 0.0, say)
 
 
 def _versions(rollout: Rollout) -> set[int]:

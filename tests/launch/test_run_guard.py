@@ -97,6 +97,22 @@ def test_what_a_generator_that_died_should_have_played_is_missing_and_said():
     assert any("4 tasks are not played: generator.evaluate: the actor died" in line for line in said)
 
 
+def test_a_generator_that_is_gone_is_not_waited_for_when_its_call_stays_without_an_answer(monkeypatch):
+    class Silent(Generator):
+        async def call_within(self, limit_s, endpoint, *args):
+            if endpoint.__name__ == "evaluate":
+                await asyncio.Event().wait()
+            return await super().call_within(limit_s, endpoint, *args)
+
+    monkeypatch.setattr("launch.evaluation.LOOK_S", 0.01)
+    silent, living = Silent(), Generator()
+    silent.role = "generator-1"
+    evaluation, said = play(silent, living, alive=lambda generator: generator is living)
+    assert len(evaluation.scores) == 4
+    assert "evaluation: 4 tasks are not played: generator-1 died" in said
+    assert released(living)
+
+
 def test_without_any_generator_there_is_no_score():
     evaluation, said = play(Generator(dies_in="hold"), Generator(-1))
     assert (evaluation.version, evaluation.scores) == (-1, ())
