@@ -29,10 +29,16 @@ class Lease:
     task: Task
     member: int  # 0 .. group_size - 1
     expires_in_s: float
+    attempt: int = 0  # earlier ones of this member that ended by what was sampled, or by their time
 
     @property
     def rollout_id(self) -> str:
         return f"{self.task.id}/{self.member}"
+
+    @property
+    def sampled_as(self) -> str:
+        """What decides the random numbers: the same for a lease that takes the place of one that was given back."""
+        return f"{self.task.seed} {self.rollout_id} {self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,6 +236,11 @@ class EngineConfig(BaseModel):
     threads: int | None = Field(
         None, ge=1, description="Torch threads of the process; a tiny model is fastest with 1. None leaves them alone."
     )
+    reuse_prefixes: bool = Field(
+        True,
+        description="Take the keys and values of a prompt's beginning from requests that are done. false computes "
+        "every prompt anew: with max_batch = 1 a request's logprobs then have the same bits whatever ran before.",
+    )
     seed: int | None = Field(
         None,
         description="Seed of the sampling. None: in a run its run.seed; for requests outside of one, from the OS.",

@@ -141,7 +141,7 @@ class TransformersEngine:
         return slot, 0
 
     def _leave(self, row: _Row) -> None:
-        if row.reusable and row.cached:
+        if row.reusable and row.cached and self._config.reuse_prefixes:
             self._retained[row.slot] = row
         else:
             self._free.add(row.slot)

@@ -313,6 +313,7 @@ def _engine_args(model_path: str, model_config: Any, config: EngineConfig) -> En
         dtype=config.dtype,  # named, because the one that vLLM picks by itself is not the checkpoint's
         max_model_len=config.max_length,
         max_num_seqs=config.max_batch,
+        enable_prefix_caching=config.reuse_prefixes,
         logprobs_mode="processed_logprobs",  # log_softmax(logits / temperature)
         enforce_eager=on_cpu if vllm.enforce_eager is None else vllm.enforce_eager,
         # A step that is scheduled ahead would run under one version and come out under the next.

@@ -127,7 +127,7 @@ class RolloutBuffer:
         leases: list[Lease] = []
         while len(leases) < count and (place := self._next_place(version)) is not None:
             item, member = place
-            leases.append(self._leases.grant(item.task, member, generator))
+            leases.append(self._leases.grant(item.task, member, generator, item.members[member].spent))
         return leases
 
     def _next_place(self, version: int) -> tuple[ev.TaskState, int] | None:

@@ -205,7 +205,7 @@ class EpisodeRunner:
             temperature=self.config.temperature,
             stop_ids=self.stop_ids,
             greedy=greedy,
-            seed=None if self.seed is None else turn_seed(self.seed, lease.id, turn),
+            seed=None if self.seed is None else turn_seed(self.seed, lease.sampled_as, turn),
         )
 
     async def _sample(self, request: GenerationRequest) -> Generation:
@@ -247,13 +247,13 @@ class _Repeats:
         return self._times
 
 
-def turn_seed(seed: int, lease_id: str, turn: int) -> int:
-    """The sampling seed of one turn: a hash of the run's seed and of what no other turn of the run has.
+def turn_seed(seed: int, sampled_as: str, turn: int) -> int:
+    """The sampling seed of one turn: a hash of the run's seed, its lease's `sampled_as` and the turn.
 
-    It depends on neither the generator nor what else that engine does. Lease ids are never given twice, so members of a
-    group, repeated attempts and resumed runs sample anew.
+    It depends on neither the generator nor what else that engine does. Members of a group and repeated attempts sample
+    anew; what a killed generator or a stopped run had begun is sampled again as it would have been.
     """
-    return int.from_bytes(hashlib.blake2b(f"{seed} {lease_id} {turn}".encode(), digest_size=8).digest())
+    return int.from_bytes(hashlib.blake2b(f"{seed} {sampled_as} {turn}".encode(), digest_size=8).digest())
 
 
 def evaluation_lease(task: Task, member: int = 0) -> Lease:

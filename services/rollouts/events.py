@@ -189,6 +189,11 @@ class Member:
     def open(self) -> bool:
         return not (self.delivered or self.given_up)
 
+    @property
+    def spent(self) -> int:
+        """Attempts that would end the same way with the same random numbers: not those that were given back."""
+        return sum(how != "abandoned" for how in self.ended.values())
+
 
 @dataclass(slots=True)
 class TaskState:

@@ -43,9 +43,9 @@ class LeaseTable:
         """The mark of the next lease: every lease granted so far lies below it."""
         return (self._incarnation, self._granted)
 
-    def grant(self, task: Task, member: int, generator: str) -> Lease:
+    def grant(self, task: Task, member: int, generator: str, attempt: int = 0) -> Lease:
         """A lease on a free member. ValueError when the member is held."""
-        lease = Lease(f"{self._incarnation}.{self._granted}", task, member, self._lease_s)
+        lease = Lease(f"{self._incarnation}.{self._granted}", task, member, self._lease_s, attempt)
         if lease.rollout_id in self._held:
             raise ValueError(
                 f"member {lease.rollout_id} is leased already; wait for it to be put, abandoned or expired"

@@ -192,7 +192,7 @@ def test_the_system_prompt_stands_before_the_query():
     assert engine.requests[0].prompt_ids == rendered(rollout.messages[:2])
 
 
-def test_what_is_sampled_depends_on_run_lease_and_turn_alone():
+def test_what_is_sampled_depends_on_run_member_attempt_and_turn_alone():
     async def seeds(run_seed, name, generator):
         engine = ScriptedEngine(**{name: ["add", "ans"]})
         player = EpisodeRunner(TOK, engine.generate, LocalEnvironment(), EpisodeConfig(), generator, run_seed)
@@ -200,7 +200,7 @@ def test_what_is_sampled_depends_on_run_lease_and_turn_alone():
         return [request.seed for request in engine.requests]
 
     first = asyncio.run(seeds(5, "a", "g-0"))
-    assert first == [turn_seed(5, "a", 0), turn_seed(5, "a", 1)]
+    assert first == [turn_seed(5, lease("a").sampled_as, turn) for turn in (0, 1)]
     assert first == asyncio.run(seeds(5, "a", "g-1"))
     others = asyncio.run(seeds(6, "a", "g-0")) + asyncio.run(seeds(5, "b", "g-0"))
     assert len({*first, *others}) == 6
