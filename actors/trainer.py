@@ -108,7 +108,14 @@ class TrainerActor(MeshActor):
         replica, replicas = self.settings.replica, self.config.replicas
         latest, own = await asyncio.to_thread(newest_checkpoint, self.run_dir, replica, replicas)
         self.step_n = await self.team.load(latest.path if latest else None, own)
-        self.behind = (await self.others.rounds() or 0) > self.rounds
+        self.behind = await self._newest_round() > self.rounds
+
+    async def _newest_round(self) -> int:
+        """Of the replicas that train now, as far as one hears of them without a sync."""
+        outer = self.team.part.outer
+        if outer is None:
+            return 0
+        return max(await self.others.rounds() or 0, await asyncio.to_thread(lambda: outer.newest_round))
 
     async def _begin(self) -> None:
         """Offer the weights it stands at; before the first batch is taken, the buffer agrees on what was trained."""
@@ -118,13 +125,13 @@ class TrainerActor(MeshActor):
     async def _catch_up(self) -> None:
         """Heal at the next sync of those that are further. They may end meanwhile: then from their last checkpoint."""
         while self.behind and not self.finishing.is_set():
-            rounds = await self.others.rounds()
-            if rounds is not None:
+            rounds = await self._newest_round()
+            if await self.others.all_done():
+                await self._load()
+            elif rounds > self.rounds:
                 with self.spans("trainer/catch_up", waiting=True):
                     self.step_n = await self.team.catch_up(rounds, CATCH_UP_S)
                 self.behind = self.rounds < rounds
-            elif await self.others.all_done():
-                await self._load()
             else:  # they died meanwhile: everybody goes on from where it stands
                 self.behind = False
         if not self.behind:
@@ -147,7 +154,8 @@ class TrainerActor(MeshActor):
             await self._train_steps()
         except asyncio.CancelledError:
             # `finish` waited its time for whatever this loop waits for. What was trained is saved all the same.
-            await self._save()
+            if not self.behind:
+                await self._save()
             raise
         if self.behind:  # told to finish before it began
             return

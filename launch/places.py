@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,10 +64,14 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         port = config.diloco.lighthouse_port or free_port(config.diloco.host)
         lighthouse = f"http://{config.diloco.host}:{port}"
         filled.append(Place("lighthouse", "lighthouse-0", LighthouseActor, (config.diloco, port), proc("lighthouse-0")))
+    diloco = config.diloco
+    if diloco.transport == "object_store" and diloco.world_size in (None, replicas):
+        # All replicas are this run's: each drive has a place of its own, without rounds that no checkpoint knows of.
+        diloco = diloco.model_copy(update={"uri": f"{diloco.uri}/{run.name}-{time.time_ns():x}"})
     settings = TrainerSettings(
         config.trainer, config.policy, config.sdpo, config.replay, config.weights, model, sampling,
         config.buffer().advantage_scaling, config.run.seed, config.tune,
-        config.diloco if config.averages else None, lighthouse=lighthouse,
+        diloco if config.averages else None, lighthouse=lighthouse,
         watch_kl=config.safety.kl_hard_stop is not None,
     )  # fmt: skip
     for replica in range(replicas):

@@ -88,7 +88,7 @@ class ReplicaManager:
         self._store: dist.TCPStore | None = None
         self._tether: Tether | None = None
         self._exchanges = ThreadPoolExecutor(1, thread_name_prefix="diloco")
-        self._until(self._opened, "opened")
+        self._until(self._opened, "opened", config.give_up_s)
 
     # ---- what is healed, and the round ---------------------------------------------------------------------------
 
@@ -110,6 +110,10 @@ class ReplicaManager:
         """Syncs committed so far by this replica, or by the peer that it healed from."""
         return self._rounds["step"]
 
+    def newest_round(self) -> int:
+        """Of those it knows of, its own: others' rounds are only learned in a quorum."""
+        return self.current_step()
+
     def num_participants(self) -> int:
         """Replicas in the quorum of the last sync."""
         return self._inner.num_participants() if self._inner is not None else 0
@@ -128,13 +132,13 @@ class ReplicaManager:
             raise ValueError(f"weight {weight} of a contribution must be finite and not negative")
         self._weight = float(weight)
 
-    def start_quorum(self) -> None:
+    def start_quorum(self, limit_s: float | None = None) -> None:
         """Join the next sync; returns when its members stand, and this replica has healed if it was behind.
 
-        TimeoutError when no quorum came about in `config.give_up_s`; another call tries again. HealingError when the
-        state that was fetched does not fit: the replica must be started again.
+        TimeoutError when no quorum came about in `limit_s`, or `config.give_up_s`; another call tries again.
+        HealingError when the state that was fetched does not fit: the replica must be started again.
         """
-        self._until(self._quorum, "got a quorum")
+        self._until(self._quorum, "got a quorum", self.config.give_up_s if limit_s is None else limit_s)
         healed = self._staged is not None
         if self._staged is not None:
             self._take_over(self._staged)
@@ -170,9 +174,9 @@ class ReplicaManager:
 
     # ---- trying again --------------------------------------------------------------------------------------------
 
-    def _until(self, attempt: Callable[[bool], bool], what: str) -> None:
+    def _until(self, attempt: Callable[[bool], bool], what: str, limit_s: float) -> None:
         """Make attempts until one succeeds in every proc. The first proc decides how each goes on."""
-        deadline = time.monotonic() + self.config.give_up_s
+        deadline = time.monotonic() + limit_s
         while True:
             order = None
             if self._procs.leads:
@@ -181,7 +185,7 @@ class ReplicaManager:
             order = self._procs.tell(order)
             if order == _GIVE_UP:
                 raise TimeoutError(
-                    f"replica {self.replica} has not {what} in {self.config.give_up_s:g} s ({self._problem}): see that "
+                    f"replica {self.replica} has not {what} in {limit_s:g} s ({self._problem}): see that "
                     f"the lighthouse at {self._lighthouse} runs, and that {self.config.min_replicas} replica(s) live "
                     "and sync (diloco.min_replicas); a longer diloco.give_up_s waits longer"
                 )

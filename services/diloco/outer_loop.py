@@ -146,12 +146,15 @@ class OuterLoop(DiLoCo):
     def join(self, at_least: int, limit_s: float) -> bool:
         """Take part in the peers' next sync with nothing to contribute; returns whether this replica healed in it.
 
-        Peers are known to stand at round `at_least` or later. A quorum of others that are behind as well is left again;
-        False when none but those came for `limit_s`. TimeoutError when there was no quorum at all in `give_up_s`.
+        Peers are known to stand at round `at_least` or later. A quorum of others that are behind as well is left again.
+        False when none of those peers came for about `limit_s`.
         """
         began, deadline = time.monotonic(), time.monotonic() + limit_s
         while True:
-            healed = self._quorum(0.0)
+            try:
+                healed = self._quorum(0.0, limit_s)
+            except TimeoutError:
+                return False
             if self._manager.current_step() >= at_least:
                 break
             if time.monotonic() > deadline:
@@ -224,12 +227,12 @@ class OuterLoop(DiLoCo):
         self._in_flight = None
         self._local_step = 0
 
-    def _quorum(self, tokens: float) -> bool:
-        """A quorum; returns whether this replica healed in it."""
+    def _quorum(self, tokens: float, limit_s: float | None = None) -> bool:
+        """A quorum; returns whether this replica healed in it. TimeoutError as the manager raises it."""
         self._just_healed = False
         if self._weigh_tokens:
             self._manager.contribute(tokens)
-        self._manager.start_quorum()
+        self._manager.start_quorum(*([limit_s] if limit_s is not None else []))
         self.last_weight = 0.0 if self._just_healed else tokens if self._weigh_tokens else 1.0
         return self._just_healed
 

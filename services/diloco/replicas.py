@@ -81,7 +81,7 @@ class Outer:
 
         Peers are known to stand at round `at_least` or later. True when this replica healed: parameters, optimizers
         and `step` are then a peer's, and it takes part in that sync with nothing to add. False when nobody was ahead,
-        or only peers that are behind as well came for `limit_s`. TimeoutError when nobody came in `config.give_up_s`.
+        or nobody, or only peers that are behind as well, came for about `limit_s`.
         """
         return self._loop.join(at_least, limit_s)
 
@@ -103,6 +103,11 @@ class Outer:
     def rounds(self) -> int:
         """Syncs committed, by this replica or before it joined."""
         return int(self._manager.current_step())
+
+    @property
+    def newest_round(self) -> int:
+        """The newest round that is known without a sync: an object store shows what peers have done."""
+        return int(self._manager.newest_round())
 
     def metrics(self) -> dict[str, float]:
         """Of the syncs since the last call; empty where there was none. The norm is of this proc's share.

@@ -4,7 +4,7 @@ import hashlib
 import os
 import signal
 
-from launch_runs import LiveRun, accounts, listening_beyond_this_host, metrics, milkweed, nothing_left, settings
+from launch_runs import LiveRun, accounts, listening_beyond_this_host, metrics, milkweed, nothing_left
 
 # Few and short episodes: what is shown is how replicas go on together, not what they learn.
 FEW = [
@@ -98,14 +98,18 @@ def test_replicas_of_two_procs_that_stream_two_fragments_stop_resume_and_end_equ
     assert nothing_left(run.path)
 
 
-def test_replicas_meet_in_an_object_store(tmp_path):
-    chosen = ["trainer.replicas=2", "trainer.steps=6", "diloco.sync_every=3", "diloco.transport=object_store",
-              f"diloco.uri={tmp_path / 'store'}", "diloco.poll_s=0.1", "diloco.min_replicas=2"]  # fmt: skip
-    done = milkweed("run", *settings(tmp_path, "stored", *FEW, *chosen))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(set(final_policies(tmp_path / "stored", 2, 6))) == 1
-    assert rows_of(tmp_path / "stored", 0)[-1]["diloco/rounds"] == 2
-    assert balanced(accounts(tmp_path / "stored"))
+def test_replicas_that_meet_in_an_object_store_go_on_without_a_dead_one_and_heal_it(tmp_path):
+    chosen = ["trainer.replicas=2", "trainer.steps=30", "diloco.sync_every=3", "diloco.transport=object_store",
+              f"diloco.uri={tmp_path / 'store'}", "diloco.poll_s=0.1", "diloco.grace_s=3"]  # fmt: skip
+    with LiveRun(tmp_path, "stored", *FEW, *chosen) as run:
+        status = run.wait_step(3)
+        os.kill(status["members"]["trainer-1"]["pid"], signal.SIGKILL)
+        code, output = run.end()
+    assert code == 0, output
+    assert len(set(final_policies(run.path, 2, 30))) == 1
+    assert rows_of(run.path, 0)[-1]["diloco/rounds"] == 10
+    assert balanced(accounts(run.path))
+    assert nothing_left(run.path)
 
 
 def test_another_number_of_replicas_is_refused_on_resume(tmp_path):
