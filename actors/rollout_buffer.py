@@ -20,6 +20,8 @@ from monarch.actor import concurrent_endpoint
 from mesh.actor import MeshActor
 from mesh.messages import DelayedReward, Lease, Rollout, TrainBatch
 from services.rollouts.buffer import BufferConfig, RolloutBuffer
+from services.rollouts.journal import SEGMENTS
+from services.runs.checkpoints import Checkpoints
 from services.runs.folder import of_replica
 from services.telemetry.rollout_log import write_rollouts
 
@@ -57,8 +59,13 @@ class RolloutBufferActor(MeshActor):
         await self._work(self._open)
 
     def _open(self) -> None:
-        folder = of_replica(self.run_dir / "buffer", self.replica[0])
-        self.buffer = RolloutBuffer.open(folder, self.config, self.seed, replica=self.replica)
+        """From its journal; where there is none although the run has checkpoints, from the newest of these."""
+        folder, checkpoints = (of_replica(self.run_dir / name, self.replica[0]) for name in ("buffer", "checkpoints"))
+        lost = not any(folder.glob(SEGMENTS))
+        if lost and (latest := Checkpoints(checkpoints).latest()) is not None:
+            self.buffer = RolloutBuffer.load(latest.path / "buffer", folder, self.config, replica=self.replica)
+        else:
+            self.buffer = RolloutBuffer.open(folder, self.config, self.seed, replica=self.replica)
 
     async def run(self) -> None:
         """Look after leases and accounts. Starved when generators work, and nothing that can be trained comes back."""

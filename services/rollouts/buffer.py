@@ -88,7 +88,12 @@ class RolloutBuffer:
 
     @classmethod
     def load(
-        cls, path: Path | str, folder: Path | str, config: BufferConfig, time_fn: Callable[[], float] = DEFAULT_CLOCK
+        cls,
+        path: Path | str,
+        folder: Path | str,
+        config: BufferConfig,
+        time_fn: Callable[[], float] = DEFAULT_CLOCK,
+        replica: tuple[int, int] = (0, 1),
     ) -> RolloutBuffer:
         """The buffer that `save` put into the checkpoint folder `path`, living on in `folder`."""
         state = BufferState.replayed(read_events(Path(path) / SAVED_FILE))
@@ -96,7 +101,7 @@ class RolloutBuffer:
         try:
             journal.start_segment(state.snapshot(), state.frontier)
             journal.keep_newest()  # what was here before is another history
-            buffer = cls(config, state, journal, time_fn)
+            buffer = cls(config, state, journal, time_fn, replica)
             buffer._record(ev.Saved(state.frontier))
             return buffer
         except BaseException:

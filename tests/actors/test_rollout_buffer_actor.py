@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import shutil
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from actors.rollout_buffer import RolloutBufferActor
 from mesh.messages import Rollout, Sequence, Turn, VersionSpan
 from services.rollouts.config import BufferConfig
 from services.rollouts.journal import JournalError
+from services.runs.checkpoints import Checkpoints
 
 LIMIT_S = 30.0
 
@@ -174,5 +176,26 @@ def test_in_its_place_another_one_ends_at_the_first_claim_unless_training_starts
         await loop
         assert resumed.failure is None
         await resumed.teardown()
+
+    asyncio.run(scenario())
+
+
+def test_a_buffer_whose_journal_is_lost_goes_on_from_the_newest_checkpoint(tmp_path):
+    async def scenario():
+        actor = actor_in(tmp_path)
+        await actor.setup()
+        await deliver(actor)
+        await call(actor, "take", 0, 0.0)
+        await call(actor, "trained", 0)
+        with Checkpoints(tmp_path / "checkpoints").writing(1) as path:
+            await call(actor, "save", str(path / "buffer"), 1)
+        await actor.teardown()
+        shutil.rmtree(tmp_path / "buffer")
+        again = actor_in(tmp_path)
+        await again.setup()
+        await call(again, "move_to", 1)
+        (lease, _) = await call(again, "claim", "g", 1, 2, [], 0.0)
+        assert (lease.task.index, (await call(again, "accounts"))["trained"]) == (1, 1)
+        await again.teardown()
 
     asyncio.run(scenario())
