@@ -25,7 +25,7 @@ from typing import Any
 
 from monarch.actor import shutdown_context, this_host
 
-from actors.following import buffer_name, trainer_name
+from actors.following import buffer_name, number_in, trainer_name
 from actors.replicas import checkpoints_of
 from launch.config import Config
 from launch.evaluation import Evaluation, evaluate, evaluate_beside_training
@@ -189,6 +189,12 @@ class Driver:
 
     async def _follow_one(self, trainer: Binding[Any], record: Record) -> None:
         while not (self.guard.stops or self._done(self.supervisor.health.get(record.trainer, {}))):
+            if record.trainer in self.supervisor.given_up:
+                # Nobody will train what its buffer holds: its tasks are dropped, and accounted for.
+                await self.buffers[number_in(record.trainer)].call(
+                    roles.RolloutBuffer.move_to, self.config.trainer.steps
+                )
+                return
             if trainer.bound:
                 await self._read_reports_of(trainer, record, wait_s=1.0)
             else:
@@ -304,7 +310,10 @@ class Driver:
             accounts,
             held_out,
             str(latest.path / "policy") if latest else None,
-            {name: health["trouble"] for name, health in self.supervisor.health.items() if health.get("trouble")},
+            {
+                **{name: health["trouble"] for name, health in self.supervisor.health.items() if health.get("trouble")},
+                **self.supervisor.given_up,
+            },
             self.guard.warning,
         )
         reason = {"reason": self.guard.warning} if outcome == "failed" else {}

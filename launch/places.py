@@ -47,7 +47,7 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         holding = (config.buffer(), config.run.seed, str(run.path), config.run.sample_every, share)
         filled.append(Place("rollout_buffer", name, RolloutBufferActor, holding, proc(name)))
     filled += [
-        Place("rewarder", name, RewarderActor, (config.rewarder.reward,), proc(name))
+        Place("rewarder", name, RewarderActor, (config.rewarder.reward,), proc(name), spare=True)
         for name in (f"rewarder-{i}" for i in range(config.rewarder.count))
     ]
     if config.replay.beta:
@@ -79,12 +79,14 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
         devices = config.trainer.gpus[replica * procs : (replica + 1) * procs]
         spec = replace(proc(name, config.trainer.threads), devices=devices)
         training = (replace(settings, replica=replica), str(run.path))
-        filled.append(Place("trainer", name, TrainerActor, training, spec, procs=procs, peer=TrainerPeerActor))
+        filled.append(Place("trainer", name, TrainerActor, training, spec, procs, TrainerPeerActor, spare=True))
     at_once = -(-config.generator.count * config.generator.episodes // config.rewarder.count)
     score_limit_s = config.rewarder.reward.limit_s(at_once)
     playing = (config.generator, model, *environment, config.weights, config.run.seed, score_limit_s, config.tune)
     for i in range(config.generator.count):
         name, devices = f"generator-{i}", config.generator.devices[i : i + 1]
         spec = replace(proc(name, config.generator.threads), devices=devices)
-        filled.append(Place("generator", name, GeneratorActor, (*playing, i, replicas, config.safety.monitor), spec))
+        role = (*playing, i, replicas, config.safety.monitor)
+        # Each of several trainers needs its own.
+        filled.append(Place("generator", name, GeneratorActor, role, spec, spare=replicas == 1))
     return filled

@@ -9,7 +9,7 @@ next heartbeat. `RestartPolicy` bounds this: a role that keeps dying ends the ru
     watch ──process? status──▶ member      ok: health[name] = answer, tables it missed
       │ gone | dead | silent | its loop failed
       ▼
-    retire (table without it → holders) → kill, stop procs → policy ──▶ RoleKeepsDying
+    retire (table without it → holders) → kill, stop procs → policy ──▶ RoleKeepsDying, or given up if others play on
       ▼
     fill → bind(all tables) → start → table with it → holders
 """
@@ -104,6 +104,7 @@ class Supervisor:
         self.tables: dict[str, RoleTable] = {}
         self.health: dict[str, dict[str, Any]] = {}
         self.deaths: dict[str, int] = {}  # by role, for the metrics
+        self.given_up: dict[str, str] = {}  # members whose places stay empty, and why
         self.listeners: list[Callable[[RoleTable], Any]] = []  # told of every new table (the directory)
         self._processes: dict[str, list[ProcessId]] = {}  # by member, those on this host
         self._policies: dict[str, RestartPolicy] = {}
@@ -172,7 +173,8 @@ class Supervisor:
             # Asked first: when several processes die at once, Monarch fails the calls to only one of them.
             lost = self._gone_process(name) or await self._listen(name, born, heard)
             if lost:
-                await self._replace(name, lost, lived_s=max(heard.values(), default=born) - born)
+                if not await self._replace(name, lost, lived_s=max(heard.values(), default=born) - born):
+                    return
                 born, heard = time.monotonic(), {}
 
     def _gone_process(self, name: str) -> str | None:
@@ -222,7 +224,8 @@ class Supervisor:
             except BindingError as error:
                 self.log(f"{name} could not be told of {', '.join(behind)} ({error}); the next beat tries again")
 
-    async def _replace(self, name: str, reason: str, lived_s: float) -> None:
+    async def _replace(self, name: str, reason: str, lived_s: float) -> bool:
+        """Fill the place again; False when it is given up because it keeps dying and others of its role live."""
         place = self.placed[name].place
         policy = self._policies.setdefault(name, RestartPolicy(self.config.max_restarts, self.config.window_s))
         while True:
@@ -232,7 +235,12 @@ class Supervisor:
                 self.witness.lost(name, place.role, self.placed[name].incarnation, reason)
             await self._retire(name)
             if not policy.allows_restart(lived_s):
-                raise RoleKeepsDying(f"{name} died {policy.deaths} times in a row; last: {reason}{_end_of_log(place)}")
+                why = f"{name} died {policy.deaths} times in a row; last: {reason}"
+                if not (place.spare and self.tables[place.role].members):
+                    raise RoleKeepsDying(why + _end_of_log(place))
+                self.given_up[name] = why
+                self.log(f"{name} is given up: {why}{_end_of_log(place)}")
+                return False
             try:
                 await self._fill(place, self.placed[name].incarnation + 1)
                 await self._start(place)
@@ -245,6 +253,7 @@ class Supervisor:
         self.log(f"{name} is back (incarnation {self.placed[name].incarnation})")
         if self.witness:
             self.witness.back(name, self.placed[name].incarnation)
+        return True
 
     async def _retire(self, name: str) -> None:
         """Take a member out of its table and make sure that its process is gone before its place is filled again."""

@@ -54,6 +54,7 @@ class Place:
     proc: ProcSpec = ProcSpec()
     procs: int = 1
     peer: Any = None  # the actor class in all procs but the first, made with the same arguments; None: the same class
+    spare: bool = False  # when it keeps dying the run goes on with the other members of its role, if one lives
 
 
 @dataclass(slots=True)

@@ -21,12 +21,12 @@ QUICK = {"heartbeat_s": 0.2, "hang_s": 3.0, "max_restarts": 2, "window_s": 60.0,
 
 
 @contextlib.asynccontextmanager
-async def workers(host, count=2, args=(), **config):
+async def workers(host, count=2, args=(), spare=False, **config):
     supervisor = Supervisor(host, SupervisionConfig(**{**QUICK, **config}), log=print)
     binding = Binding[Worker]("worker", patience_s=15.0)
     supervisor.listeners.append(binding.update)
     try:
-        await supervisor.place([Place("worker", f"worker-{i}", WorkerActor, args) for i in range(count)])
+        await supervisor.place([Place("worker", f"worker-{i}", WorkerActor, args, spare=spare) for i in range(count)])
         watch = asyncio.create_task(supervisor.watch())
         yield supervisor, binding, watch
     finally:
@@ -108,6 +108,23 @@ def test_a_role_that_keeps_dying_ends_with_its_own_error(host):
         async with workers(host, count=1, args=("", "the disk is on fire"), max_restarts=1) as (_, _, watch):
             with pytest.raises(RoleKeepsDying, match=r"worker-0 died 2 times in a row; .*the disk is on fire"):
                 await asyncio.wait_for(asyncio.shield(watch), 30)
+
+    asyncio.run(scenario())
+
+
+def test_a_spare_member_that_keeps_dying_is_given_up_and_the_last_one_ends_the_role(host):
+    async def scenario():
+        async with workers(host, spare=True, max_restarts=0) as (supervisor, binding, watch):
+            victims = await pids(supervisor)
+            os.kill(victims["worker-0"], signal.SIGKILL)
+            give_up_at = time.monotonic() + 60.0
+            while "worker-0" not in supervisor.given_up:
+                assert time.monotonic() < give_up_at
+                await asyncio.sleep(0.1)
+            assert (await binding.call(Worker.work, 0.0)).startswith("worker-1:")
+            os.kill(victims["worker-1"], signal.SIGKILL)
+            with pytest.raises(RoleKeepsDying, match="worker-1 died 1 times in a row"):
+                await asyncio.wait_for(asyncio.shield(watch), 60)
 
     asyncio.run(scenario())
 
