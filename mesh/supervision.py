@@ -304,11 +304,13 @@ class Supervisor:
                     self.log(f"{name} did not end by itself: {result}")
 
     async def stop(self) -> None:
-        """Stop all procs. What does not stop in time is killed."""
+        """Stop all procs, at once: who had something to bring to its end did so in `finish`."""
         self.log("stopping all procs")
-        await asyncio.gather(*[_stop_procs(placed) for placed in self.placed.values()])
+        install_fault_hook(lambda text: None)  # of these deaths nobody needs to be told
+        # Killed first, because Monarch lets every process of a busy host wait many seconds for its end.
         for name in list(self._processes):
             self._kill(name)
+        await asyncio.gather(*[_stop_procs(placed) for placed in self.placed.values()])
         self.placed.clear()
 
 
