@@ -110,6 +110,8 @@ class _Load:
     in_flight: int = 0
     suspect_until: float = 0.0  # a member that died or hung is the last choice until then
     used: int = 0
+    pending: set[asyncio.Future[Any]] = field(default_factory=set)
+    dead: bool = False  # it was taken out of the role, so that nothing pending will be answered
 
 
 SUSPECT_S = 5.0
@@ -158,7 +160,11 @@ class Binding(Generic[RoleT]):
         return tuple(member.incarnation for member in self.table.members) if self.table else ()
 
     def update(self, table: RoleTable) -> bool:
-        """Take over a newer table. False (and nothing changes) when it is older than the one held."""
+        """Take over a newer table. False (and nothing changes) when it is older than the one held.
+
+        Calls that wait for a member which is no longer there fail at once: Monarch may leave a call to a process that
+        was frozen when it was killed without an answer. After a swap of implementations they may still be answered.
+        """
         if table.role != self.role:
             raise ValueError(f"a table of role {table.role!r} was given to the binding of {self.role!r}")
         if self.table is not None and table.revision < self.table.revision:
@@ -167,8 +173,14 @@ class Binding(Generic[RoleT]):
             one.update(table)
         if self.member is not None:
             table = replace(table, members=tuple(m for m in table.members if m.name == self.member))
+        swapped = self.table is not None and self.table.generation != table.generation
         self.table = table
         alive = {(m.name, m.incarnation) for m in table.members}
+        for key, load in self._load.items():
+            if key not in alive and not swapped:
+                load.dead = True
+                for call in load.pending:
+                    call.cancel()
         self._load = {key: load for key, load in self._load.items() if key in alive or load.in_flight}
         return True
 
@@ -233,8 +245,16 @@ class Binding(Generic[RoleT]):
         load = self._load.setdefault((member.name, member.incarnation), _Load())
         where = f"{self.role}.{endpoint} on {member.name}"
         load.in_flight += 1
+        call: asyncio.Future[Any] | None = None
         try:
-            return await asyncio.wait_for(getattr(member.handle, endpoint).call_one(*args, **kwargs), limit_s)
+            call = asyncio.ensure_future(getattr(member.handle, endpoint).call_one(*args, **kwargs))
+            load.pending.add(call)
+            return await asyncio.wait_for(call, limit_s)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not load.dead or (task is not None and task.cancelling()):
+                raise
+            raise MemberDied(f"{where}: the actor was lost while the call was pending") from None
         except TimeoutError:
             load.suspect_until = time.monotonic() + SUSPECT_S
             raise CallTimeout(f"{where}: no answer within {limit_s:g} s") from None
@@ -252,6 +272,8 @@ class Binding(Generic[RoleT]):
             raise RemoteFailure(f"{where} failed: {cause}", cause) from error
         finally:
             load.in_flight -= 1
+            if call is not None:
+                load.pending.discard(call)
 
 
 def describe(error: BaseException) -> str:

@@ -112,6 +112,19 @@ def test_a_role_that_keeps_dying_ends_with_its_own_error(host):
     asyncio.run(scenario())
 
 
+def test_a_call_to_a_frozen_member_fails_when_the_member_is_given_up_for_dead(host):
+    async def scenario():
+        async with workers(host) as (supervisor, _, _):
+            frozen = Binding[Worker]("worker", patience_s=0.0).only("worker-0")
+            frozen.update(supervisor.tables["worker"])
+            supervisor.listeners.append(frozen.update)
+            os.kill((await pids(supervisor))["worker-0"], signal.SIGSTOP)
+            with pytest.raises(MemberDied, match=r"worker\.spend on worker-0: .*lost while the call"):
+                await frozen.call_within(600.0, Worker.spend, 1.0)
+
+    asyncio.run(scenario())
+
+
 def test_a_spare_member_that_keeps_dying_is_given_up_and_the_last_one_ends_the_role(host):
     async def scenario():
         async with workers(host, spare=True, max_restarts=0) as (supervisor, binding, watch):
