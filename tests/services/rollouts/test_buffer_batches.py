@@ -243,3 +243,17 @@ def test_nothing_is_replayed_when_teachers_are_off(tmp_path):
     buffer = opened(tmp_path, replay_which="none")
     buffer.put(rollout(buffer.claim("g", 0, 1)[0], error=True))
     assert buffer.to_replay(1) == []
+
+
+def test_a_buffer_moved_to_the_end_of_the_run_drops_what_is_open_and_is_moved_there_once(tmp_path):
+    buffer = opened(tmp_path, total_batches=6, groups_per_batch=1)
+    fill(buffer, buffer.claim("g", 0, 4))
+    train_step(buffer, 0)
+    buffer.advance(6)
+    accounts = buffer.accounts()
+    assert balanced(accounts)
+    assert (accounts["trained"], accounts["in_work"], accounts["ready"]) == (1, 0, 0)
+    assert accounts["dropped"]["run_over"] >= 1
+    assert buffer.claim("g", 6, 4) == []
+    buffer.advance(6)
+    assert buffer.accounts()["dropped"] == accounts["dropped"]

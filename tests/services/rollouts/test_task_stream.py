@@ -36,3 +36,10 @@ def test_seeds_fit_into_31_bits_and_do_not_repeat():
 def test_a_negative_cursor_is_refused():
     with pytest.raises(ValueError, match="cannot start at -1"):
         TaskStream(0, cursor=-1)
+
+
+def test_replicas_deal_one_run_s_tasks_out_among_them():
+    alone = [TaskStream(7).at(index) for index in range(12)]
+    dealt = [TaskStream(7, replica=replica, replicas=3).at(index) for index in range(4) for replica in range(3)]
+    assert [(task.id, task.seed) for task in dealt] == [(task.id, task.seed) for task in alone]
+    assert [task.index for task in dealt] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
