@@ -32,6 +32,7 @@ from launch.traces import Traces
 from services.rollouts.audit import audit
 from services.rollouts.journal import JournalError
 from services.runs.deaths import Death, read_deaths
+from services.runs.folder import of_replica
 
 STOPS = 0.2  # share of kills that only stop the process
 PAIRS = 0.25  # share of kills that come two at a time
@@ -93,9 +94,9 @@ def chaos(
     if process.returncode != 0:
         broken.append(f"`milkweed run` ended with exit status {process.returncode}: see {log}")
     if run_dir.exists():
-        broken += broken_promises(run_dir, config.trainer.steps)
+        broken += broken_promises(run_dir, config.trainer.steps, config.trainer.replicas)
     broken += [f"left behind: {line}" for line in traces.left()]
-    _report(soak.killed, run_dir, broken, say)
+    _report(soak.killed, run_dir, config.trainer.replicas, broken, say)
     return not broken
 
 
@@ -180,7 +181,7 @@ def _match(killed: list[Kill], run_dir: Path) -> None:
         kill.death = next((d for d in deaths if d.member == kill.member and d.noticed_at >= kill.at), None)
 
 
-def _report(killed: list[Kill], run_dir: Path, broken: list[str], say: Callable[[str], None]) -> None:
+def _report(killed: list[Kill], run_dir: Path, replicas: int, broken: list[str], say: Callable[[str], None]) -> None:
     deaths = read_deaths(run_dir)
     _match(killed, run_dir)
     say(f"\n{len(killed)} processes were killed or stopped; the driver saw {len(deaths)} deaths")
@@ -194,8 +195,9 @@ def _report(killed: list[Kill], run_dir: Path, broken: list[str], say: Callable[
         stepped = _span([death.step_at - kill.at for kill, death in seen if death.step_at])
         back = _span([death.back_at - kill.at for kill, death in seen if death.back_at])
         say(f"  {role:15} {len(seen):3} times   noticed {noticed}   next step {stepped}   back {back}")
-    with contextlib.suppress(FileNotFoundError, JournalError):  # then a promise is broken, and named below
-        say(f"{audit(run_dir / 'buffer')}")
+    for replica in range(replicas):
+        with contextlib.suppress(FileNotFoundError, JournalError):  # then a promise is broken, and named below
+            say(f"books: {audit(of_replica(run_dir / 'buffer', replica))}")
     for line in broken:
         say(f"BROKEN: {line}")
     say("all promises were kept" if not broken else f"{len(broken)} promises were broken")

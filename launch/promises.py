@@ -8,11 +8,12 @@ leave behind is `launch.traces`.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from services.rollouts.audit import audit
+from services.rollouts.audit import Audit, audit
 from services.rollouts.journal import JournalError
 from services.runs.checkpoints import Checkpoints
 from services.runs.folder import find_run, of_replica
@@ -22,37 +23,44 @@ from services.telemetry.metrics import read_metrics
 def broken_promises(run_dir: Path, steps: int, replicas: int = 1) -> list[str]:
     """Each broken promise of a run that was to do `steps` steps, in one sentence; none when all were kept."""
     run = find_run(run_dir)
-    status = run.read_status()
+    status, books = run.read_status(), list[Audit]()
     broken = [] if status.get("state") == "finished" else [f"the run ended as {status.get('state', 'nothing')}"]
-    done = [row["step"] for row in read_metrics(run.metrics)]
-    if done != list(range(steps)):
-        broken.append(f"metrics.jsonl has {_ranges(done)} instead of steps 0 to {steps - 1}, each once")
-    accounts = status.get("summary", {}).get("accounts", {})
     for replica in range(replicas):
-        name = f"the journal of replica {replica}" if replicas > 1 else "the journal"
-        told = accounts if replicas == 1 else accounts.get(f"rollout-buffer-{replica}", {})
-        broken += [f"{name}: {fault}" for fault in _journal(of_replica(run.buffer, replica), steps, told)]
+        of = f" of replica {replica}" if replicas > 1 else ""
+        done = [row["step"] for row in read_metrics(of_replica(run.path, replica))]
+        # A replica that healed from a peer does not do the steps that it missed.
+        kept = done == list(range(steps)) if replicas == 1 else done == sorted({*done, steps - 1})
+        if not kept:
+            broken.append(f"the metrics{of} have {_ranges(done)} instead of steps 0 to {steps - 1}, each once")
+        try:
+            books.append(audit(of_replica(run.buffer, replica)))
+        except (FileNotFoundError, JournalError) as error:
+            broken.append(str(error))
+        else:
+            broken += [f"the journal{of}: {fault}" for fault in _unfinished(books[-1], steps)]
         latest = Checkpoints(of_replica(run.checkpoints, replica)).latest()
         if latest is None or latest.step != steps:
             stands = f"the newest whole one is of step {latest.step}" if latest else "there is no whole one"
-            broken.append(f"no checkpoint of step {steps} of replica {replica}: {stands}")
+            broken.append(f"no checkpoint of step {steps}{of}: {stands}")
+    broken += _accounts(status.get("summary", {}).get("accounts", {}), books)
     return broken + [f"the ledger: {fault}" for fault in _ledger(run.teachers)]
 
 
-def _journal(folder: Path, steps: int, accounts: dict[str, Any]) -> Iterator[str]:
-    try:
-        books = audit(folder)
-    except (FileNotFoundError, JournalError) as error:
-        yield str(error)
-        return
+def _unfinished(books: Audit, steps: int) -> Iterator[str]:
     yield from books.faults
     if books.batches != steps:
         yield f"{books.batches} batches were trained, not {steps}"
     if books.open:
         yield f"{books.open} tasks are neither trained nor dropped"
-    told = (accounts.get("issued"), accounts.get("trained"), accounts.get("dropped"))
-    if told != (books.issued, books.trained, books.dropped):
-        yield f"it has {books.issued} issued, {books.trained} trained, dropped {books.dropped}; the accounts say {told}"
+
+
+def _accounts(told: dict[str, Any], books: list[Audit]) -> Iterator[str]:
+    """What the driver reports must be what the journals of all replicas say together."""
+    dropped = sum((Counter(each.dropped) for each in books), Counter[str]())
+    found = {"issued": sum(each.issued for each in books), "trained": sum(each.trained for each in books)}
+    for name, value in {**found, "dropped": dict(dropped)}.items():
+        if told.get(name) != value:
+            yield f"the accounts say {name} {told.get(name)}, the journal {value}"
 
 
 def _ledger(path: Path) -> Iterator[str]:
