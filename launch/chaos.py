@@ -13,6 +13,7 @@ so two soaks of one seed are alike, not equal.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -42,6 +43,7 @@ HANG_S = 5.0
 POLL_S = 0.1
 WAIT_LIMIT_S = 300.0
 END_LIMIT_S = 1800.0  # for the steps after the last kill
+SAY = functools.partial(print, flush=True)  # a soak is long, and followed while it goes on
 
 
 class Soaked(Exception):
@@ -71,7 +73,7 @@ def defaults(kills: int) -> list[str]:
 
 
 def chaos(
-    config: Config, arguments: Sequence[str], run_dir: Path, kills: int, seed: int, say: Callable[[str], None] = print
+    config: Config, arguments: Sequence[str], run_dir: Path, kills: int, seed: int, say: Callable[[str], None] = SAY
 ) -> bool:
     """Run `milkweed run` with `arguments`, which make `config` and `run_dir`, and kill; True if all promises held."""
     traces, log = Traces(run_dir), run_dir.with_name(f"{run_dir.name}.log")

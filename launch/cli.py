@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.runs.checkpoints import Checkpoints
+from services.runs.deaths import read_deaths
 from services.runs.folder import RunFolder, find_run
 from services.runs.lock import holder
 from services.teachers.config import missing_api_keys
@@ -266,6 +267,8 @@ def _status(arguments: argparse.Namespace) -> int:
         print(f"warning: {shown['warning']}")
     if shown.get("reason"):
         print(f"reason: {shown['reason']}")
+    for death in read_deaths(run.path)[-3:]:
+        print(f"{time.strftime('%H:%M:%S', time.localtime(death.noticed_at))} {death}")
     if live:
         _print_members(live)
     return 0
