@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.summary import print_summary
 from services.runs.checkpoints import Checkpoints
 from services.runs.deaths import read_deaths
 from services.runs.folder import RunFolder, find_run
@@ -22,7 +23,6 @@ from services.teachers.config import missing_api_keys
 
 if TYPE_CHECKING:
     from launch.config import Config
-    from launch.driver import Summary
 
 
 ENDED = ("finished", "stopped", "failed")
@@ -214,39 +214,8 @@ def _drive(config: Config, run: RunFolder, model: Path) -> int:
     except asyncio.CancelledError:
         print(f"milkweed: run {run.name} was ended at once; go on with `milkweed resume {run.path}`", file=sys.stderr)
         return 130
-    _print_summary(run, summary, time.monotonic() - began)
+    print_summary(run, summary, time.monotonic() - began)
     return 0
-
-
-def _print_summary(run: RunFolder, summary: Summary, seconds: float) -> None:
-    print(f"\nrun {run.name} {summary.outcome} after {summary.steps} steps in {seconds:.0f} s")
-    if summary.rewards:
-        first, last = summary.rewards[:5], summary.rewards[-5:]
-        print(f"mean reward: {sum(first) / len(first):.3f} (first {len(first)} steps) -> "
-              f"{sum(last) / len(last):.3f} (last {len(last)} steps)")  # fmt: skip
-    if summary.held_out_reward is not None:
-        print(f"held-out reward: {summary.held_out_reward:.3f}")
-    if summary.accounts:
-        print(f"tasks: {describe_accounts(summary.accounts)}")
-    if summary.warning:
-        print(f"warning: {summary.warning}")
-    for name, trouble in summary.troubles.items():
-        print(f"last trouble of {name}: {' '.join(trouble.split())[:300]}")
-    if summary.policy:
-        print(f"trained model: {summary.policy}")
-    if summary.outcome == "stopped":
-        print(f"go on with: milkweed resume {run.path}")
-
-
-def describe_accounts(accounts: dict[str, Any]) -> str:
-    """Every task by its fate, on one line."""
-    dropped = accounts.get("dropped", {})
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
-    rest = {name: accounts.get(name, 0) for name in ("in_work", "ready", "taken")}
-    waiting = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in rest.items() if count)
-    parts = [f"{accounts['issued']} issued", f"{accounts['trained']} trained"]
-    parts += [f"{sum(dropped.values())} dropped ({reasons})"] if dropped else []
-    return "; ".join([*parts, *([waiting] if waiting else [])])
 
 
 def _status(arguments: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ import signal
 import time
 import traceback
 from collections.abc import Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,17 +29,18 @@ from actors.following import buffer_name, number_in, trainer_name
 from actors.replicas import checkpoints_of
 from launch.config import Config
 from launch.evaluation import Evaluation, evaluate, evaluate_beside_training
+from launch.front import Front
 from launch.guard import RunGuard
 from launch.leftovers import FILE as PIDS
 from launch.leftovers import end_leftovers, remember
 from launch.places import FINISH_ORDER, places
 from launch.record import Record, mean_rewards
 from launch.services import LocalServers
+from launch.summary import Summary, added_up
 from mesh import roles
 from mesh.binding import Binding, BindingError
-from mesh.directory import Directory, save_reference
 from mesh.supervision import RoleKeepsDying, StartFailed, Supervisor, install_fault_hook
-from mesh.topology import Place, Placed, ProcSpec, configure_monarch, fill
+from mesh.topology import configure_monarch
 from services.environments.client import EnvironmentClient, EnvironmentFailure
 from services.environments.process import ServerFailure
 from services.rollouts.tasks import TaskStream
@@ -53,21 +54,6 @@ from services.weights.region import sweep_dead_regions
 
 class RunFailed(Exception):
     """The run ended by an error. The message is for the user."""
-
-
-@dataclass(slots=True)
-class Summary:
-    """How a run ended."""
-
-    outcome: str  # "finished" | "stopped" | "failed": its guard fired
-    steps: int
-    seconds: float
-    rewards: list[float] = field(default_factory=list)  # mean reward by step, of this drive
-    accounts: dict[str, Any] = field(default_factory=dict)
-    held_out_reward: float | None = None
-    policy: str | None = None  # folder of the newest checkpoint's policy
-    troubles: dict[str, str] = field(default_factory=dict)  # the last one of each member that had any
-    warning: str = ""  # of the held-out guard, once it has fired
 
 
 class Driver:
@@ -91,7 +77,7 @@ class Driver:
         self.stopping = asyncio.Event()
         self.state = "starting"
         self._releasing = False
-        self._directory: Placed | None = None
+        self.front = Front(run, self.supervisor.host, self.say)
         self._beats: asyncio.Task[None] | None = None
         self._log = (run.logs / "driver.log").open("a", buffering=1)
 
@@ -153,20 +139,10 @@ class Driver:
         await self.servers.start()
         # Before anything heavier is placed: an environment that does not answer would fail every episode.
         await EnvironmentClient(self.servers.environment_url, self.config.environment).probe()
-        await self._place_directory()
+        await self.front.open(self._view())
         self._beats = asyncio.create_task(self._beat())
         await self.supervisor.place(places(self.config, self.run, self.model_path, self.servers))
         self._write_status("running")
-
-    async def _place_directory(self) -> None:
-        """The directory, and the reference through which `status`, `stop` and notebooks reach it."""
-        await self._stop_directory()
-        log = str(self.run.logs / "directory.log")
-        place = Place("directory", "directory", Directory, (self.run.name,), ProcSpec(log_path=log))
-        placed = await asyncio.wait_for(fill(place, self.supervisor.host, 0), 60.0)
-        self._directory = placed
-        await asyncio.wait_for(placed.handle.beat.call_one(self._view()), 30.0)
-        save_reference(placed.handle, self.run.mesh_ref)
 
     # ---- the loops -----------------------------------------------------------------------------------------------
 
@@ -190,15 +166,19 @@ class Driver:
     async def _follow_one(self, trainer: Binding[Any], record: Record) -> None:
         while not (self.guard.stops or self._done(self.supervisor.health.get(record.trainer, {}))):
             if record.trainer in self.supervisor.given_up:
-                # Nobody will train what its buffer holds: its tasks are dropped, and accounted for.
-                await self.buffers[number_in(record.trainer)].call(
-                    roles.RolloutBuffer.move_to, self.config.trainer.steps
-                )
+                await self._close_books(self.buffers[number_in(record.trainer)])
                 return
             if trainer.bound:
                 await self._read_reports_of(trainer, record, wait_s=1.0)
             else:
                 await asyncio.sleep(0.2)
+
+    async def _close_books(self, buffer: Binding[Any]) -> None:
+        """Nobody will train what this buffer holds: its tasks are dropped, and accounted for."""
+        try:
+            await buffer.call(roles.RolloutBuffer.move_to, self.config.trainer.steps)
+        except BindingError as error:
+            self.say(f"{buffer.member} still has tasks in work: {error}")
 
     def _done(self, trainer: dict[str, Any]) -> bool:
         return bool(trainer.get("done")) and not trainer["failure"] and trainer["step"] >= self.config.trainer.steps
@@ -227,25 +207,10 @@ class Driver:
         while True:
             self._write_status(self.state)
             remember(self.run.path, self.supervisor.processes)
-            try:
-                await self._meet_directory()
-            except Exception as error:  # Monarch's many kinds; the directory owns nothing, so a new one loses nothing
-                self.say(f"the directory is lost ({type(error).__name__}: {error}); placing it again")
-                try:
-                    await self._place_directory()
-                except Exception as again:  # the run needs it for nothing: the next beat tries again
-                    self.say(f"the directory could not be placed ({type(again).__name__}: {again})")
+            await self.front.beat(self._view(), self.supervisor.tables, self._obey)
             if not self.stopping.is_set():
                 await self.servers.revive(self.say)
             await asyncio.sleep(1.0)
-
-    async def _meet_directory(self) -> None:
-        assert self._directory is not None
-        directory = self._directory.handle
-        await asyncio.wait_for(directory.publish.call_one(self.supervisor.tables), 5.0)
-        for command in await asyncio.wait_for(directory.beat.call_one(self._view()), 5.0):
-            answer = await self._obey(command.name)
-            await asyncio.wait_for(directory.answer.call_one(command.id, answer), 5.0)
 
     async def _obey(self, command: str) -> str:
         if command == "stop":
@@ -335,9 +300,8 @@ class Driver:
         await _cancelled(self._beats)
         await self.guard.settle()
         await self.supervisor.stop()
-        self.run.mesh_ref.unlink(missing_ok=True)
         self.say("stopping the directory and the servers")
-        await self._stop_directory()
+        await self.front.close()
         await self.servers.stop()
         for record in self.records:
             record.close()
@@ -351,12 +315,6 @@ class Driver:
             self._write_status("stopped", reason="it was ended at once")
         self.say("all released")
         self._log.close()
-
-    async def _stop_directory(self) -> None:
-        if self._directory is not None:
-            with contextlib.suppress(Exception):  # it may be gone already, and only that matters
-                await asyncio.wait_for(self._directory.procs.stop(), 20.0)
-            self._directory = None
 
     # ---- signals -------------------------------------------------------------------------------------------------
 
@@ -396,18 +354,6 @@ async def drive(config: Config, run: RunFolder, model_path: Path) -> Summary:
         driver = Driver(config, run, model_path, table)
         install_fault_hook(driver.say)
         return await driver.drive()
-
-
-def added_up(accounts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The accounts of several rollout buffers as one: numbers added up, lists put together."""
-    total: dict[str, Any] = {}
-    for each in accounts:
-        for name, value in each.items():
-            if isinstance(value, dict):
-                total[name] = added_up([total.get(name, {}), value])
-            else:
-                total[name] = total[name] + value if name in total else value
-    return total
 
 
 async def _cancelled(*tasks: asyncio.Task[Any] | None) -> None:
