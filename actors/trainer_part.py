@@ -26,8 +26,9 @@ from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
 from services.rollouts.chat import turn_ends
 from services.telemetry.spans import Spans
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.training.hinted import HintedTeacher
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig, needs_reference
+from services.training.learner import Learner, needs_reference
 from services.training.plan import Hinted, StepPlan
 from services.training.policy_model import PolicyModel
 from services.training.sharding import ALONE, ComputeDtype, alone, join, shard, whole

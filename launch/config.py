@@ -24,7 +24,7 @@ from services.environments.config import EnvironmentConfig
 from services.losses.policy import ADVANTAGE_SCALING, PolicyConfig
 from services.rollouts.buffer import BufferConfig
 from services.safety.config import SafetyConfig
-from services.training.learner import ReplayConfig, SDPOConfig
+from services.training.config import ReplayConfig, SDPOConfig
 from services.tuning import TuneConfig
 from services.weights.config import WeightsConfig
 

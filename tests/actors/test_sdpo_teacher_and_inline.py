@@ -22,8 +22,9 @@ from services.environments.config import EnvironmentConfig
 from services.losses.policy import PolicyConfig
 from services.losses.sdpo import SDPOLossConfig
 from services.models import load_model
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.learner import Learner
 from services.training.plan import Hinted
 from services.training.policy_model import PolicyModel
 from services.weights.config import WeightsConfig

@@ -20,7 +20,7 @@ from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailu
 from services.demo.tokenizer import build_tokenizer
 from services.losses.policy import PolicyConfig
 from services.telemetry.spans import Spans
-from services.training.learner import ReplayConfig, SDPOConfig
+from services.training.config import ReplayConfig, SDPOConfig
 from services.training.plan import Hinted
 from services.weights.config import WeightsConfig
 from services.weights.logits import LogitsStore

@@ -21,7 +21,7 @@ from mesh.binding import Binding, MemberRef, RemoteFailure
 from mesh.supervision import SupervisionConfig, Supervisor
 from mesh.topology import Place
 from services.losses.policy import PolicyConfig
-from services.training.learner import OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.weights.config import WeightsConfig
 from services.weights.reader import SnapshotReader
 

@@ -9,7 +9,7 @@ from actors.trainer_part import TrainerConfig, TrainerPart, TrainerSettings
 from services.demo.tokenizer import build_tokenizer
 from services.losses.policy import PolicyConfig
 from services.models import load_model
-from services.training.learner import OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.tuning import Merger, TuneConfig
 from services.weights.config import WeightsConfig
 

@@ -29,7 +29,8 @@ from mesh.messages import TrainBatch
 from services.losses.policy import PolicyConfig
 from services.rollouts.collate import micro_batches
 from services.rollouts.samples import TrainSample
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.learner import Learner
 from services.training.plan import MicroBatch, StepPlan
 from services.training.policy_model import PolicyModel
 

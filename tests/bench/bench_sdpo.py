@@ -223,7 +223,8 @@ def loss_config(top_k: int) -> Any:
 
 def a_learner(model: Any, arm: str, top_k: int) -> Any:
     from services.losses.policy import PolicyConfig
-    from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+    from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
+    from services.training.learner import Learner
     from services.training.policy_model import PolicyModel
 
     chunk = ALL_AT_ONCE if arm == "whole" else CHUNK

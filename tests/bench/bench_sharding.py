@@ -28,7 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from mesh.messages import TrainBatch  # noqa: E402
 from services.losses.policy import PolicyConfig  # noqa: E402
 from services.rollouts.collate import even_micro_batches  # noqa: E402
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig  # noqa: E402
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig  # noqa: E402
+from services.training.learner import Learner  # noqa: E402
 from services.training.plan import MicroBatch, StepPlan  # noqa: E402
 from services.training.policy_model import PolicyModel  # noqa: E402
 from services.training.sharding import Replica, alone, shard  # noqa: E402

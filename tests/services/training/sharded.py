@@ -11,7 +11,8 @@ from services.losses.policy import PolicyConfig
 from services.losses.preference import PreferenceConfig
 from services.losses.sdpo import SDPOLossConfig
 from services.models import load_model
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.learner import Learner
 from services.training.policy_model import PolicyModel
 from services.training.sharding import Replica, shard, whole
 from services.tuning import TuneConfig, prepare

@@ -23,7 +23,7 @@ from training_builders import (
 )
 
 from mesh.messages import Group, Sequence, TrainBatch, Turn, VersionSpan
-from services.training.learner import OptimizerConfig
+from services.training.config import OptimizerConfig
 
 
 def rollouts(made: TrainBatch) -> list[tuple[Group, int]]:

@@ -15,8 +15,9 @@ from mesh.messages import TrainBatch
 from services.demo import warm_start
 from services.losses.policy import PolicyConfig
 from services.models import load_model, load_tokenizer
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.learner import Learner
 from services.training.policy_model import PolicyModel
 
 STEPS, PROBLEMS, GROUP = 10, 4, 8

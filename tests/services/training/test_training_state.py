@@ -20,8 +20,9 @@ from services.demo.tokenizer import build_tokenizer
 from services.losses.policy import PolicyConfig
 from services.losses.preference import PreferenceConfig
 from services.losses.sdpo import SDPOLossConfig
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
-from services.training.learner import Learner, OptimizerConfig, ReplayConfig, SDPOConfig
+from services.training.learner import Learner
 from services.training.policy_model import PolicyModel
 from services.training.sharding import Replica
 from services.training.state import load_state, save_state

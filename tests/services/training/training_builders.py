@@ -17,8 +17,9 @@ from services.losses.policy import PolicyConfig
 from services.losses.preference import PreferenceConfig
 from services.losses.sdpo import SDPOLossConfig
 from services.rollouts.advantages import group_advantages, is_dead
+from services.training.config import OptimizerConfig, ReplayConfig, SDPOConfig
 from services.training.hinted import HintedTeacher, HintedTeacherConfig
-from services.training.learner import Hinted, Learner, OptimizerConfig, ReplayConfig, SDPOConfig, StepPlan
+from services.training.learner import Hinted, Learner, StepPlan
 from services.training.policy_model import PolicyModel
 
 VOCAB, EOS, OPENER = 40, 1, 2  # OPENER is the last token before every turn, as a chat template writes it
