@@ -15,9 +15,10 @@ or when it came too late to a round. In `start_quorum` it then
 3. the replica loads it, leaves the mark healed-RANK, which counts for `min_replicas`, and takes the round's average
    like everybody else, with no contribution of its own.
 
-So it heals with its peers' next round, or the one after if they were just deciding on it; TimeoutError after
-`give_up_s`. When every replica was restarted from a checkpoint there is nobody to heal from: such a run needs an empty
-uri, in which those with older checkpoints heal from those with newer ones.
+So it heals with its peers' next round, or the one after if they were just deciding on it (where rounds are longer than
+`poll_s`); TimeoutError after `give_up_s`. When every replica was restarted from a checkpoint there is nobody to heal
+from: all of them wait, see that of each other, and begin a new line of rounds, in which those with older checkpoints
+heal from those with newer.
 
 hf and gs were not tried against the real services; s3 against a server of its protocol.
 """
@@ -33,8 +34,9 @@ from typing import Any
 import torch
 
 from services.diloco.config import DilocoConfig
-from services.diloco.object_store_files import MalformedFileError, Store
-from services.diloco.object_store_rounds import Average, LeftBehindError, Look, ObjectStoreAllReduce, folder
+from services.diloco.object_store_files import MalformedFileError
+from services.diloco.object_store_folders import Look, RoundFolders
+from services.diloco.object_store_rounds import Average, LeftBehindError, ObjectStoreAllReduce
 
 __all__ = ["LeftBehindError", "MalformedFileError", "ObjectStoreAllReduce", "ObjectStoreManager"]
 
@@ -97,17 +99,24 @@ class ObjectStoreManager:
             raise ValueError(f"weight {weight} of a contribution: give a finite number that is not negative")
         self._weight = weight
 
-    def start_quorum(self) -> None:
-        """Begin the next round; heals here when the others are ahead. TimeoutError when that takes `give_up_s`."""
+    def start_quorum(self, limit_s: float | None = None) -> None:
+        """Begin the next round; heals here when the others are ahead.
+
+        TimeoutError when that takes longer than `limit_s`, or `give_up_s`; another call goes on with it.
+        """
         self._sync.join(self._rounds.timeout_s)
         self._sync = _Sync(self._weight)
-        if self._rounds.store is None:
+        folders = self._rounds.folders
+        if folders is None:
             return
-        ahead = self._rounds.newest()
+        folders.line = folders.last_line()
+        ahead = folders.newest()
         # A round that this replica contributed to, and did not get to apply, is taken up again instead.
         if ahead > max(self._rounds.rounds, self._contributed):
-            self._heal(self._rounds.store, ahead + 1)
+            self._heal(folders, ahead + 1, self._rounds.timeout_s if limit_s is None else limit_s)
         else:
+            if self.rank in folders.look(self._rounds.rounds + 1).rejoining:
+                folders.unmark(self._rounds.rounds + 1)
             self._serve()
 
     def allreduce(self, tensor: torch.Tensor, should_quantize: bool = False) -> _Work:
@@ -128,6 +137,14 @@ class ObjectStoreManager:
 
     def current_step(self) -> int:
         return self._rounds.rounds
+
+    def newest_round(self) -> int:
+        """The last round that the store shows to be over, if this replica is not further. From any thread."""
+        if self._rounds.folders is None:
+            return self.current_step()
+        look = RoundFolders(self._rounds.folders.store)
+        look.line = look.last_line()
+        return max(self.current_step(), look.newest())
 
     def num_participants(self) -> int:
         """Of the last round; 0 before the first."""
@@ -163,7 +180,9 @@ class ObjectStoreManager:
         while not sync.over.wait(self._rounds.poll_s):
             self._serve()
         match sync.result:
-            case LeftBehindError():
+            case LeftBehindError() as error:
+                logger.warning("replica %d: %s", self.rank, error)
+                self._contributed = 0
                 return None
             case Average() as average:
                 self._apply(sync, average)
@@ -190,33 +209,38 @@ class ObjectStoreManager:
 
     def _serve(self) -> None:
         """Write this replica's state for those who wait for it in this round, unless somebody did."""
-        store, number = self._rounds.store, self._rounds.rounds + 1
-        if store is None or self._served == number:
+        folders, number = self._rounds.folders, self._rounds.rounds + 1
+        if folders is None or self._served == number:
             return
-        look = self._rounds.look(number)
+        look = folders.look(number)
         if look.states or not look.rejoining - look.healed - {self.rank}:
             return
         self._served = number
         state = {key: save() for key, (_, save) in self._functions.items()}
         try:
-            store.save(f"{folder(number)}/state-{self.rank:04d}.pt", state)
+            folders.store.save(folders.path(number, f"state-{self.rank:04d}.pt"), state)
         except OSError as error:  # another replica may have more luck, or the next round
             logger.warning("replica %d could not give its state to %s: %s", self.rank, look.rejoining, error)
 
-    def _heal(self, store: Store, number: int) -> None:
+    def _heal(self, folders: RoundFolders, number: int, limit_s: float) -> None:
         """Wait for the peers in round `number`, or the one after if they decide on it unseen, and take their state."""
-        end = time.monotonic() + self._rounds.timeout_s
-        while (state := self._state(store, number, look := self._rounds.look(number))) is None:
+        end = time.monotonic() + limit_s
+        while (state := self._state(folders, number, look := folders.look(number))) is None:
             if look.fixed:
                 number += 1
                 continue
             if self.rank not in look.rejoining:
-                store.write(f"{folder(number)}/rejoin-{self.rank:04d}", b"{}")
+                folders.mark(number, "rejoin")
+            if look.nobody_else and len(look.rejoining) == self._rounds.world_size:
+                folders.begin_line()
+            if folders.last_line() > folders.line:
+                return self.start_quorum(max(end - time.monotonic(), 0.0))
             if time.monotonic() > end:
+                waiting = ", ".join(map(str, sorted(look.rejoining)))
                 raise TimeoutError(
                     f"replica {self.rank} is at round {self._rounds.rounds} and {self._rounds.uri} at {number - 1}; "
-                    f"nobody came to give it that state within {self._rounds.timeout_s:g} s: start a replica that has "
-                    "it, or raise diloco.give_up_s; if all were restarted, give them an empty diloco.uri"
+                    f"nobody came to give it that state within {limit_s:g} s ({waiting} wait for it): "
+                    "start a replica that has it, or all that are missing, or raise diloco.give_up_s"
                 )
             self._rounds.pause()
         if state.keys() != self._functions.keys():
@@ -229,12 +253,12 @@ class ObjectStoreManager:
         logger.info("replica %d healed from round %d to %d", self.rank, self._rounds.rounds, number - 1)
         self._rounds.rounds = number - 1
         self._sync.follow = True
-        store.write(f"{folder(number)}/healed-{self.rank:04d}", b"{}")
+        folders.mark(number, "healed")
 
-    def _state(self, store: Store, number: int, look: Look) -> dict[str, State] | None:
+    def _state(self, folders: RoundFolders, number: int, look: Look) -> dict[str, State] | None:
         for name in look.states:
             try:
-                state = store.load(f"{folder(number)}/{name}")
+                state = folders.store.load(folders.path(number, name))
             except FileNotFoundError:
                 continue
             except MalformedFileError as error:

@@ -1,9 +1,4 @@
-"""Averaging among replicas that share nothing but a store of files: one folder per round.
-
-    round-00000007/
-      contribution-0000-<time>-<nonce>.pt    a replica's tensors and what they count for; never written twice
-      MEMBERS                                put if absent, once: which of these files the round averages
-      rejoin-0002, state-0000.pt, healed-0002    a replica that is behind, and what heals it (see the manager)
+"""Averaging among replicas that share nothing but a store of files.
 
 Every replica writes its contribution and looks until those that it awaits are there, or until `grace_s` has passed
 since there were enough. Then it proposes what it saw as MEMBERS; the first proposal stands, and everybody reads exactly
@@ -24,44 +19,21 @@ import hashlib
 import json
 import logging
 import math
-import re
-import secrets
 import threading
 import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
 from services.diloco.object_store_files import MalformedFileError, Store
+from services.diloco.object_store_folders import CONTRIBUTION, MEMBERS, Look, RoundFolders, rank_of
 
 logger = logging.getLogger(__name__)
-
-MEMBERS = "MEMBERS"
-CONTRIBUTION = re.compile(r"contribution-(\d{4})-\d{20}-[0-9a-f]{8}\.pt")
-STATE = re.compile(r"state-(\d{4})\.pt")
-MARK = re.compile(r"(rejoin|healed)-(\d{4})")
-ROUND = re.compile(r"round-(\d{8})")
 
 
 class LeftBehindError(RuntimeError):
     """The peers are past this round, and its files are gone."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """One look at a round's folder."""
-
-    fixed: bool = False
-    contributions: dict[int, list[str]] = field(default_factory=dict)  # by rank, the newest first
-    states: list[str] = field(default_factory=list)
-    rejoining: set[int] = field(default_factory=set)
-    healed: set[int] = field(default_factory=set)
-
-    @property
-    def nobody_asks(self) -> bool:
-        """No replica waits for a state that nobody has written yet."""
-        return bool(self.states) or self.rejoining <= self.healed
 
 
 @dataclass(frozen=True)
@@ -127,7 +99,7 @@ class ObjectStoreAllReduce:
         self.grace_s, self.first_grace_s, self.timeout_s, self.poll_s = grace_s, first_grace_s, timeout_s, poll_s
         self.keep_rounds = keep_rounds
         self.rounds = 0
-        self.store = Store(uri, rank, world_size) if world_size > 1 else None
+        self.folders = RoundFolders(Store(uri, rank, world_size)) if world_size > 1 else None
         self._mine: set[str] = set()  # contributions written by this object, to the round it is in
         self._closed = threading.Event()
 
@@ -148,16 +120,17 @@ class ObjectStoreAllReduce:
         if not 0 <= weight < float("inf"):
             raise ValueError(f"weight {weight} of a contribution: give a finite number that is not negative")
         own = [_portable(tensor) for tensor in tensors]
-        if self.store is None:
+        folders = self.folders
+        if folders is None:
             return Average([self.rank], own, counted=True)
         number, begin = self.rounds + 1, time.monotonic()
         awaited, grace = self._awaited(number)
         loaded: dict[str, _Contribution] = {}
         enough_since: float | None = None
-        look = self.look(number)
+        look = folders.look(number)
         if not follow and not look.fixed:
             self._contribute(number, own, weight, loaded)
-            look = self.look(number)
+            look = folders.look(number)
         while not look.fixed:
             came = self._valid(number, look, own, loaded)
             now = time.monotonic()
@@ -173,49 +146,24 @@ class ObjectStoreAllReduce:
                 follow = False
             if now - begin > self.timeout_s:
                 raise TimeoutError(self._missing(number, came.keys() | look.healed))
-            if self.rank not in look.contributions:  # it only follows, or slept until the round was deleted
-                self._still_kept(number)
+            self._still_open(number)
             self.pause()
-            look = self.look(number)
+            look = folders.look(number)
         members = self._members(number)
         averaged = self._mean(number, members, own, loaded)
-        # The round's first MEMBERS may be deleted already, and the one just read a second that nobody else knows.
-        self._still_kept(number)
+        if self._superseded() or next(iter(folders.numbers()), 0) >= number + self.keep_rounds:
+            # The round's first MEMBERS may be deleted already, and the one just read a second that nobody else knows.
+            raise self._left_behind(number)
         return Average(sorted(members), averaged, counted=bool(self._mine & set(members.values())))
 
     def finish(self) -> None:
         """The round's average is in use: go on to the next, and let the lowest rank of the last delete old ones."""
         self.rounds += 1
         self._mine.clear()
-        if self.store is not None and self.rank == min(self.look(self.rounds).contributions, default=self.rank):
-            for number in self._numbers():
-                if number <= self.rounds - self.keep_rounds:
-                    self.store.remove(folder(number))
-
-    def newest(self) -> int:
-        """The last round that some replica is known to have finished: its members are fixed, or the next has begun."""
-        for number in sorted(self._numbers(), reverse=True):
-            look = self.look(number)
-            if look.fixed:
-                return number
-            if look.contributions or look.states:
-                return number - 1
-        return 0
-
-    def look(self, number: int) -> Look:
-        """What is in a round's folder now. Names that no replica of this store writes are not there."""
-        assert self.store is not None
-        look, states = Look(), []
-        fixed = False
-        for name in reversed(self.store.names(folder(number))):
-            if match := CONTRIBUTION.fullmatch(name):
-                look.contributions.setdefault(int(match[1]), []).append(name)
-            elif match := MARK.fullmatch(name):
-                (look.rejoining if match[1] == "rejoin" else look.healed).add(int(match[2]))
-            elif STATE.fullmatch(name):
-                states.append(name)
-            fixed |= name == MEMBERS
-        return replace(look, fixed=fixed, states=states[::-1])
+        if self.folders is not None:
+            contributions = self.folders.look(self.rounds).contributions
+            if self.rank == min(contributions, default=self.rank):
+                self.folders.remove_until(self.rounds - self.keep_rounds)
 
     def pause(self) -> None:
         """Until the next look. RuntimeError once this replica has left."""
@@ -229,15 +177,17 @@ class ObjectStoreAllReduce:
     def _contribute(
         self, number: int, tensors: list[torch.Tensor], weight: float, loaded: dict[str, _Contribution]
     ) -> None:
-        assert self.store is not None
-        name = f"contribution-{self.rank:04d}-{time.time_ns():020d}-{secrets.token_hex(4)}.pt"
-        self.store.save(f"{folder(number)}/{name}", {"weight": float(weight), "tensors": tensors})
+        assert self.folders is not None
+        name = self.folders.new_contribution()
+        value = {"weight": float(weight), "tensors": tensors}
+        self.folders.store.save(self.folders.path(number, name), value)
         self._mine.add(name)
         loaded[name] = _Contribution(float(weight), tensors)  # what the others will read, so it need not be read here
 
     def _awaited(self, number: int) -> tuple[set[int], float]:
         """Who may still come to a round, and for how long it is worth waiting once there are enough."""
-        before = self.look(number - 1)
+        assert self.folders is not None
+        before = self.folders.look(number - 1)
         took_part = before.contributions.keys() | before.healed
         return (took_part, self.grace_s) if took_part else (set(range(self.world_size)), self.first_grace_s)
 
@@ -260,11 +210,10 @@ class ObjectStoreAllReduce:
         return came
 
     def _load(self, number: int, name: str, own: list[torch.Tensor]) -> _Contribution:
-        assert self.store is not None
-        path = f"{folder(number)}/{name}"
-        rank = _rank(name)
+        assert self.folders is not None
+        store, path, rank = self.folders.store, self.folders.path(number, name), rank_of(name)
         try:
-            value = self.store.load(path)
+            value = store.load(path)
         except MalformedFileError as error:
             raise MalformedFileError(f"contribution of replica {rank}: {error}") from error
         match value:
@@ -273,34 +222,34 @@ class ObjectStoreAllReduce:
             ):
                 pass
             case _:
-                raise MalformedFileError(f"{self.store.where(path)} of replica {rank} holds no weight and tensors")
+                raise MalformedFileError(f"{store.where(path)} of replica {rank} holds no weight and tensors")
         mine, theirs = _shapes(own), _shapes(tensors)
         if mine != theirs:
             raise RuntimeError(
-                f"{self.store.where(path)}: replica {rank} brings {theirs} and replica {self.rank} {mine}; give all "
+                f"{store.where(path)}: replica {rank} brings {theirs} and replica {self.rank} {mine}; give all "
                 "replicas the same model, fragments and compression, and every run a uri of its own"
             )
         return _Contribution(weight, tensors)
 
     def _propose(self, number: int, came: dict[int, str]) -> None:
-        assert self.store is not None
+        assert self.folders is not None
         text = json.dumps({"members": {str(rank): came[rank] for rank in sorted(came)}})
-        self.store.put_if_absent(f"{folder(number)}/{MEMBERS}", text.encode())
+        self.folders.store.put_if_absent(self.folders.path(number, MEMBERS), text.encode())
 
     def _members(self, number: int) -> dict[int, str]:
         """The files that a round averages, by rank, in order."""
-        assert self.store is not None
-        path = f"{folder(number)}/{MEMBERS}"
-        value = self.store.read_json(path)
+        assert self.folders is not None
+        store, path = self.folders.store, self.folders.path(number, MEMBERS)
+        value = store.read_json(path)
         if value is None:
             raise self._left_behind(number)
         names: dict[str, str] = value.get("members", {}) if isinstance(value, dict) else {}
         well_formed = isinstance(names, dict) and all(
-            isinstance(name, str) and CONTRIBUTION.fullmatch(name) and str(_rank(name)) == rank
+            isinstance(name, str) and CONTRIBUTION.fullmatch(name) and str(rank_of(name)) == rank
             for rank, name in names.items()
         )
         if not names or not well_formed:
-            raise MalformedFileError(f"{self.store.where(path)} names no members: {value!r}; another program wrote it")
+            raise MalformedFileError(f"{store.where(path)} names no members: {value!r}; another program wrote it")
         return {int(rank): names[rank] for rank in sorted(names, key=int)}
 
     def _mean(
@@ -326,19 +275,22 @@ class ObjectStoreAllReduce:
             averaged.append(result)
         return averaged
 
-    def _numbers(self) -> list[int]:
-        assert self.store is not None
-        return [int(match[1]) for name in self.store.names() if (match := ROUND.fullmatch(name))]
-
-    def _still_kept(self, number: int) -> None:
-        """LeftBehindError once the others may have deleted a round."""
-        if max(self._numbers(), default=0) >= number + self.keep_rounds:
+    def _still_open(self, number: int) -> None:
+        """LeftBehindError when the others are in later rounds, or another line, and this one has no members."""
+        assert self.folders is not None
+        later = next(iter(self.folders.numbers()), 0) > number
+        passed = later and self.folders.newest() >= number and not self.folders.look(number).fixed
+        if passed or self._superseded():
             raise self._left_behind(number)
+
+    def _superseded(self) -> bool:
+        """Whether the others were all restarted, and began a new line of rounds."""
+        return self.folders is not None and self.folders.last_line() > self.folders.line
 
     def _left_behind(self, number: int) -> LeftBehindError:
         return LeftBehindError(
-            f"round {number} in {self.uri} is over and its files are gone: the others are {self.keep_rounds} rounds "
-            "ahead; heal, and raise diloco.keep_rounds if that happens often"
+            f"round {number} in {self.uri} is over and its files are gone: the others are ahead; heal, and raise "
+            "diloco.keep_rounds if that happens often"
         )
 
     def _missing(self, number: int, came: Set[int]) -> str:
@@ -348,16 +300,6 @@ class ObjectStoreAllReduce:
             f"{self.timeout_s:g} s, and it takes {self.min_replicas}; start the missing ones, or lower "
             "diloco.min_replicas, or raise diloco.give_up_s"
         )
-
-
-def folder(number: int) -> str:
-    return f"round-{number:08d}"
-
-
-def _rank(name: str) -> int:
-    match = CONTRIBUTION.fullmatch(name)
-    assert match is not None
-    return int(match[1])
 
 
 def _portable(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -177,7 +179,7 @@ def test_who_came_too_late_to_a_round_takes_its_average_and_counts_it(uri, caplo
     pair = [Replica(ObjectStoreManager(config(uri, grace_s=0.05), r, 2), r) for r in range(2)]
     together(*(lambda r=r: run(r, 4) for r in pair))
     slow = pair[1].manager
-    newest, entered = slow._rounds.newest, threading.Event()
+    newest, entered = slow._rounds.folders.newest, threading.Event()
 
     def looked():
         """It finds the round open, and the other decides before it has written anything."""
@@ -186,7 +188,7 @@ def test_who_came_too_late_to_a_round_takes_its_average_and_counts_it(uri, caplo
         peer.join(LIMIT_S)
         return seen
 
-    slow._rounds.newest = looked
+    slow._rounds.folders.newest = looked
     peer = threading.Thread(target=lambda: after(entered, pair[0], 4))
     peer.start()
     run(pair[1], 4)
@@ -223,27 +225,67 @@ def test_a_round_that_timed_out_is_taken_up_again_by_the_next_attempt(uri):
 
 
 def test_with_nobody_to_heal_from_the_error_says_what_to_do(uri):
-    old = alone(uri, 0, 2)
-    run(old, 8)
-    new = Replica(ObjectStoreManager(config(uri), 0, 2), 0)
+    run(alone(uri, 0, 2), 8)
+    new = Replica(ObjectStoreManager(config(uri), 1, 2), 1)
     new.manager._rounds.timeout_s = 0.3
-    with pytest.raises(TimeoutError, match=r"is at round 0 and .* at 2; nobody came .* empty diloco.uri"):
+    with pytest.raises(TimeoutError, match=r"is at round 0 and .* at 2; nobody came .*\(1 wait for it\)"):
         run(new, 4)
 
 
-def test_after_a_restart_of_all_in_an_empty_store_the_older_checkpoint_heals_from_the_newer(uri):
+def from_checkpoint(uri, rank, world, source: Replica, number: int) -> Replica:
+    """A new process of a rank, from a checkpoint that `source` took after a round."""
+    replica = Replica(ObjectStoreManager(config(uri), rank, world), rank)
+    replica.load(source.save())
+    for theirs, mine in zip(source.loop._fragments, replica.loop._fragments, strict=True):
+        for name, original in theirs.original_parameters.items():
+            mine.original_parameters[name].copy_(original)
+    for theirs, mine in zip(source.outer, replica.outer, strict=True):
+        mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    replica.manager.load_round_state({"round": number})
+    return replica
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("store", ["the same", "an empty"])
+def test_when_all_were_restarted_the_older_checkpoint_heals_from_the_newer(uri, store, late):
+    """Whoever is first. In the same store nobody has the state of its last round; a new line of rounds begins there."""
     pair = [Replica(ObjectStoreManager(config(uri), r, 2), r) for r in range(2)]
-    together(*(lambda r=r: run(r, 12) for r in pair))
-    fresh = config(f"memory://{uuid.uuid4().hex}")
-    ahead = pair[0]
-    ahead.manager._rounds = ObjectStoreManager(fresh, 0, 2)._rounds
-    ahead.manager.load_round_state({"round": 3})
-    behind = Replica(ObjectStoreManager(fresh, 1, 2), 1)
-    behind.manager.load_round_state({"round": 1})
-    entered = waiting(ahead.manager)
-    together(lambda: run(ahead, 4), lambda: after(entered, behind, 4))
-    assert behind.digest() == ahead.digest()
-    assert behind.manager.current_step() == ahead.manager.current_step() == 4
+    together(*(lambda r=r: run(r, 8) for r in pair))
+    older = [from_checkpoint(uri, 0, 2, pair[0], 2)]
+    together(*(lambda r=r: run(r, 4) for r in pair))
+    newer = from_checkpoint(uri, 1, 2, pair[1], 3)
+    together(*(lambda r=r: run(r, 8) for r in pair))
+    again = [*older, newer]
+    if store == "an empty":
+        fresh = config(f"memory://{uuid.uuid4().hex}")
+        for rank, replica in enumerate(again):
+            replica.manager._rounds.folders = ObjectStoreManager(fresh, rank, 2)._rounds.folders
+    entered = waiting(again[1 - late].manager)
+
+    def reach(replica):
+        """Until the first round that both are in: it is the same for both."""
+        for _ in replica.train(lambda: replica.manager.num_participants() == 2):
+            time.sleep(0.01)
+
+    def second():
+        assert entered.wait(LIMIT_S)
+        reach(again[late])
+
+    together(lambda: reach(again[1 - late]), second)
+    assert again[0].digest() == again[1].digest()
+    assert again[0].manager.current_step() == again[1].manager.current_step() >= 5
+    together(*(lambda r=r: run(r, 16) for r in again))
+    names = again[0].manager._rounds.folders.store.names()
+    assert (names == ["again-0001"]) == (store == "the same")  # and what it follows on is gone
+    assert again[0].manager.newest_round() == again[1].manager.current_step()
+
+
+def test_a_mark_that_an_earlier_process_left_is_taken_back(uri):
+    managers = [ObjectStoreManager(config(uri), r, 2) for r in range(2)]
+    folders = managers[0]._rounds.folders
+    folders.mark(1, "rejoin")
+    managers[0].start_quorum()
+    assert folders.store.names(folders.path(1)) == []
 
 
 def test_a_state_that_would_run_code_is_refused_and_the_next_round_heals(tmp_path, caplog):
@@ -262,6 +304,9 @@ def test_a_state_that_would_run_code_is_refused_and_the_next_round_heals(tmp_pat
 
     def go_on():
         after(entered, old, 4)  # a state is there, as it seems, so this round heals nobody
+        end = time.monotonic() + LIMIT_S
+        while 1 not in old.manager._rounds.folders.look(4).rejoining and time.monotonic() < end:
+            time.sleep(0.01)
         run(old, 4)
 
     together(lambda: run(new, 4), go_on)

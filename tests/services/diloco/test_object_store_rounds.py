@@ -278,7 +278,7 @@ def test_old_rounds_are_deleted_and_the_last_ones_kept(uri):
     reduces = [make(uri, r, 2, keep_rounds=3) for r in range(2)]
     for _ in range(7):
         together(*(lambda r=r: r.average([torch.ones(1)]) for r in reduces))
-    store = reduces[0].store
+    store = reduces[0].folders.store
     assert store.names() == [f"round-{number:08d}" for number in (5, 6, 7)]
     assert [name for number in (5, 6, 7) for name in store.names(f"round-{number:08d}") if name.endswith("aside")] == []
 
@@ -300,7 +300,7 @@ def test_who_sleeps_after_its_contribution_until_that_is_deleted_learns_it(uri):
 
     def sleep():
         """It is alone in round 1 when it falls asleep, and the others are five rounds on when it wakes."""
-        slow.store.remove("round-00000001")
+        slow.folders.store.remove("round-00000001")
         fast.first_grace_s, slow.pause = 0.02, pause
         for _ in range(5):
             fast.average([torch.ones(1)])
