@@ -20,6 +20,10 @@ class LocalProcessExecutor(FileLogExecutor):
         self.logs = Path(logs).expanduser().absolute()
         self._children: dict[int, ChildProcess] = {}
 
+    def pid(self, rank: int) -> int | None:
+        """Of the replica's guard, which ends with it and takes it along when it is killed."""
+        return self._children[rank].pid
+
     def _start(self, rank: int, spec: ReplicaSpec, launch: str) -> None:
         command = entrypoint_command(spec, rank, launch, sys.executable)
         child = ChildProcess(command, spec.env, self.logs / f"replica-{rank}.log", spec.grace_s, spec.limit_s)

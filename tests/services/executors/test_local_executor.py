@@ -159,8 +159,7 @@ def test_a_killed_guard_takes_the_replica_with_it(executor, tmp_path):
     store = tmp_path / "store"
     executor.launch_replicas(spec(store, "clean_up_when_asked_to_end"))
     wait_until((store / "started").exists, "the replica is up")
-    guard = executor._children[0].pid
-    os.kill(guard, signal.SIGKILL)
+    os.kill(executor.pid(0), signal.SIGKILL)
     (result,) = executor.collect(LIMIT_S, allow_failures=True)
     assert (result.exit_code, result.error) == (137, "it was killed by signal 9")
     assert not (store / "cleaned").exists()
