@@ -1,15 +1,18 @@
 """Who takes part in a sync, and the average of what they bring: torchft's manager, made to carry on.
 
-    start_quorum   a quorum from the lighthouse ─▶ a gloo group of its members ─▶ whoever is behind heals
-                   ─▶ the members' weights are averaged, so that each knows its share
+    start_quorum   a quorum from the lighthouse ─▶ a gloo group of its members ─▶ whoever is behind fetches a state
+                   ─▶ members tell each other their weights and histories ─▶ the fetched state is taken over
     allreduce      tensor x own weight / mean weight ─▶ all-reduce ─▶ a vote: all members have it
     should_commit  only when the vote passed, in every proc of the replica
-
-The vote closes the gap in which one survivor of a death has the average and commits while another has not.
 
 A quorum that fails is asked for again. The manager underneath is kept while it can be; it is opened anew, with a store
 of its own, when the lighthouse was lost (a new one counts its quorums from 1 again, under keys that the old store still
 holds) and after two failures in a row.
+
+A lighthouse knows only who has come to it. One that has just begun may find one replica here and two there, and have
+both go on. So replicas that were more do not accept a smaller quorum from a new lighthouse for a time; and each sync
+gives its members a number by which they know each other's history, so that of two that meet with equal rounds and
+different pasts the fewer step back and heal.
 """
 
 from __future__ import annotations
@@ -22,17 +25,18 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("RUST_LOG", "error")  # before torchft is imported, whose threads report every missed heartbeat
 
-import torch
 import torch.distributed as dist
 import torchft.manager
 from torch import Tensor
 from torchft.manager import Manager
 
 from services.diloco.config import DilocoConfig
+from services.diloco.members import exchange, introduce, leave, prevailing, told
 from services.diloco.procs import Procs, Share, open_store
 from services.diloco.sockets import HostGloo, Tether
 from services.diloco.transport import StateTransport
@@ -79,9 +83,12 @@ class ReplicaManager:
         self._procs, self._lighthouse = procs, lighthouse
         self._states: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self._staged: dict[str, Any] | None = None  # a peer's state, fetched and not yet taken over
-        self._rounds = {"step": 0, "batches_committed": 0}
+        self._rounds = {"step": 0, "history": 0}
         self._weight = self._factor = 1.0
+        self._next_history = 0
+        self._members, self._no_fewer_until = 0, 0.0  # of the last sync; for how long fewer of them are no quorum
         self._failures = 0  # in a row
+        self._lost_lighthouse = False
         self._unfinished = False  # a quorum stands, whose sync is not over
         self._problem = ""
         self._inner: Manager | None = None
@@ -138,11 +145,10 @@ class ReplicaManager:
         TimeoutError when no quorum came about in `limit_s`, or `config.give_up_s`; another call tries again.
         HealingError when the state that was fetched does not fit: the replica must be started again.
         """
-        self._until(self._quorum, "got a quorum", self.config.give_up_s if limit_s is None else limit_s)
-        healed = self._staged is not None
+        limit_s = self.config.give_up_s if limit_s is None else limit_s
+        self._until(partial(self._quorum, time.monotonic() + limit_s), "got a quorum", limit_s)
         if self._staged is not None:
             self._take_over(self._staged)
-        self._weigh(0.0 if healed else self._weight)
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Exchange:
         """Average `tensor` (floating point, any shape) over the members by weight, in place, while the caller goes on.
@@ -151,7 +157,10 @@ class ReplicaManager:
         """
         if should_quantize:
             raise ValueError("torchft's quantized all-reduce fails without a sign on CPUs: use diloco.compression")
-        return Exchange(self._exchanges.submit(self._exchange, self._manager, tensor, self._factor))
+        return Exchange(self._exchanges.submit(self._exchange, self._manager, tensor))
+
+    def _exchange(self, inner: Manager, tensor: Tensor) -> None:
+        self._next_history = exchange(inner, tensor, self._factor)
 
     def should_commit(self) -> bool:
         """Whether every member has every average of this sync. If not, the sync is to be tried again or left."""
@@ -159,11 +168,11 @@ class ReplicaManager:
         fine = inner.should_commit()
         self._unfinished = False
         if fine:
-            self._rounds = inner.state_dict()
-            self._failures = 0
+            self._rounds = {"step": inner.current_step(), "history": self._next_history}
+            self._members, self._failures = inner.num_participants(), 0
         else:
             self._failures += 1
-            logger.warning("replica %d: a sync failed: %s", self.replica, _text(inner))
+            logger.warning("replica %d: a sync failed: %s", self.replica, told(inner))
         return fine
 
     def shutdown(self) -> None:
@@ -202,7 +211,10 @@ class ReplicaManager:
 
     def _must_reopen(self) -> bool:
         """Whether the manager underneath must be opened anew."""
-        return self._inner is None or self._tether is None or self._tether.broken or self._failures > 1
+        if self._tether is not None and self._tether.broken:
+            self._lost_lighthouse = True
+            return True
+        return self._inner is None or self._failures > 1
 
     def _failed(self, fine_here: bool) -> None:
         """Put back what an attempt that failed somewhere has changed here."""
@@ -213,7 +225,6 @@ class ReplicaManager:
         if self._inner is not None:
             # torchft would raise the same error for ever, and has taken the peer's round number already.
             self._inner._quorum_future = None
-            self._inner.load_state_dict(self._rounds)
 
     # ---- one attempt ---------------------------------------------------------------------------------------------
 
@@ -222,38 +233,58 @@ class ReplicaManager:
             self._open()
         return True
 
-    def _quorum(self, reopen: bool) -> bool:
+    def _quorum(self, deadline: float, reopen: bool) -> bool:
         """One quorum. The state of a peer that is ahead is fetched and staged, and taken over by all procs or none."""
         self._opened(reopen)
         inner, self._staged = self._manager, None
-        inner.load_state_dict(self._rounds)  # a checkpoint may have set them
+        inner.load_state_dict({"step": self._rounds["step"], "batches_committed": 0})
         if self._unfinished:
             # The sync was left. Members that are still in it must fail now, and all make a new group: in the old one
             # their collectives would meet others of ours, at which gloo ends the process.
             inner._commit_failures += 1
-            inner._pg.abort(errored=False)
+            leave(inner)
             self._unfinished = False
+        wait_s = max(1.0, min(self.config.quorum_s, deadline - time.monotonic()))
         pending: Future[None] = Future()
-        threading.Thread(target=_run, args=(inner.start_quorum, pending), daemon=True).start()
+        ask = partial(inner.start_quorum, timeout=timedelta(seconds=wait_s))
+        threading.Thread(target=_run, args=(ask, pending), daemon=True).start()
         while True:
             with contextlib.suppress(TimeoutError):
                 error = pending.exception(_LOOK_S)
-                if error is None and inner.errored() is None:
+                if error is None:
                     self._unfinished = True
-                    return True
-                self._problem = _text(inner) if error is None else f"{type(error).__name__}: {error}"
+                    return self._met(inner)
+                self._problem = f"{type(error).__name__}: {error}"
                 # Who merely waited goes on with the same manager: a new one would meet its own registration, and take
                 # it for a peer.
                 self._failures += not isinstance(error, TimeoutError)
-                inner._commit_failures += error is None  # so that all members make a new group next time
-                inner._pg.abort(errored=False)
                 return False
             if (self._tether is not None and self._tether.broken) or self._procs.called_off():
                 # Its call cannot be ended from here, so it is left behind together with its manager.
                 self._procs.call_off() if self._procs.leads else None
-                self._problem = f"the lighthouse at {self._lighthouse} is gone"
+                self._problem, self._lost_lighthouse = f"the lighthouse at {self._lighthouse} is gone", True
                 self._close()
                 return False
+
+    def _met(self, inner: Manager) -> bool:
+        """Whether the quorum that came about is one to go on with."""
+        if inner.num_participants() < self._members and time.monotonic() < self._no_fewer_until:
+            self._problem = "the new lighthouse does not know all replicas yet"
+            return False
+        weight, history = self._weight, self._rounds["history"]
+        if self._staged is not None:
+            weight, history = 0.0, self._staged["history"]
+        self._factor, histories = introduce(inner, weight, history)
+        if inner.errored() is not None:
+            self._failures += 1
+            self._problem = told(inner)
+            return False
+        if history != prevailing(histories):
+            self._rounds["step"] -= 1  # behind, so that the next quorum heals it
+        if len(set(histories)) > 1:
+            self._problem = f"{len(histories)} replicas met with equal rounds and different pasts, the fewer will heal"
+            return False
+        return True
 
     @property
     def _manager(self) -> Manager:
@@ -277,7 +308,12 @@ class ReplicaManager:
         self._store = store
         if self._inner is None:
             self._inner = self._made(port)
-        self._failures = 0
+        self._failures, self._unfinished = 0, False
+        if self._lost_lighthouse:
+            # In this time even a replica in the midst of its inner steps has told the new one that it lives: torchft
+            # tries to connect ever more rarely, up to a third of connect_s apart.
+            known_s = self.config.heartbeat_timeout_s + self.config.connect_s / 2
+            self._lost_lighthouse, self._no_fewer_until = False, time.monotonic() + known_s
 
     def _made(self, port: int) -> Manager:
         config, collective = self.config, timedelta(seconds=self.config.collective_s)
@@ -303,25 +339,26 @@ class ReplicaManager:
         tether, self._tether = self._tether, None
         if inner is not None:
             inner.shutdown(wait=False)
-            inner._pg.abort(errored=False)
+            leave(inner)
         if tether is not None:
             tether.close()
 
     # ---- healing -------------------------------------------------------------------------------------------------
 
     def _saved(self) -> dict[str, Any]:
-        return {key: save() for key, (_, save) in self._states.items()}
+        return {"history": self._rounds["history"], "parts": {key: save() for key, (_, save) in self._states.items()}}
 
     def _stage(self, inner: Manager, state: dict[str, Any]) -> None:
         if inner is self._inner:  # not one that was left behind
             self._staged = state
 
     def _take_over(self, state: dict[str, Any]) -> None:
+        parts = state["parts"]
         try:
-            if state.keys() != self._states.keys():
-                raise ValueError(f"the peer's state has the parts {sorted(state)}, here are {sorted(self._states)}")
+            if parts.keys() != self._states.keys():
+                raise ValueError(f"the peer's state has the parts {sorted(parts)}, here are {sorted(self._states)}")
             for key, (load, _) in self._states.items():
-                load(state[key])
+                load(parts[key])
         except Exception as error:
             raise HealingError(
                 f"replica {self.replica} could not take over a peer's state ({type(error).__name__}: {error}): start "
@@ -329,32 +366,7 @@ class ReplicaManager:
             ) from error
         finally:
             self._staged = None
-        self._rounds = self._manager.state_dict()
-
-    # ---- averages ------------------------------------------------------------------------------------------------
-
-    def _weigh(self, weight: float) -> None:
-        """Learn the factor by which this replica's contributions are multiplied before the plain mean.
-
-        sum_r(weight_r x t_r) / sum_r(weight_r) is the mean over r of t_r x weight_r / mean weight.
-        """
-        mean = torch.tensor([weight], dtype=torch.float64)
-        self._manager.allreduce(mean).wait()
-        self._factor = weight / mean.item() if mean.item() > 0 else 1.0
-
-    @staticmethod
-    def _exchange(inner: Manager, tensor: Tensor, factor: float) -> None:
-        if factor != 1:
-            tensor.mul_(factor)
-        inner.allreduce(tensor).wait()
-        vote = torch.ones(1)
-        inner.allreduce(vote).wait()  # after an error without effect, and then peers get none of it either
-        if inner.errored() is None and vote.item() != 1:
-            inner.report_error(RuntimeError("the gloo group is not that of the quorum"))
-        if inner.errored() is not None:
-            # Without the error's traceback, which holds the group; so that its sockets close and peers need not wait.
-            inner.report_error(RuntimeError(_text(inner)))
-            inner._pg.abort(errored=False)
+        self._rounds = {"step": self._manager.current_step(), "history": state["history"]}
 
 
 class Exchange:
@@ -376,11 +388,6 @@ def _run(function: Callable[[], None], future: Future[None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
-
-
-def _text(inner: Manager) -> str:
-    error = inner.errored()
-    return "too few replicas" if error is None else str(error.original_exception)
 
 
 _binding = threading.Lock()

@@ -172,7 +172,8 @@ class OuterLoop(DiLoCo):
         began = time.monotonic()
         for _ in self._fragments[1:]:
             self._prepare()
-            self._perform()
+            while self._in_flight is not None:  # again when it healed, and is in its peers' next sync
+                self._perform()
         self.seconds += time.monotonic() - began
 
     # ---- the two points of a round -------------------------------------------------------------------------------

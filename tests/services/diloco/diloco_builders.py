@@ -16,7 +16,7 @@ from services.diloco.config import DilocoConfig
 
 # Short waits, and still long enough for a machine that is busy with other things.
 TIMES: dict[str, Any] = {
-    "heartbeat_timeout_s": 3.0, "join_s": 60.0, "collective_s": 30.0, "connect_s": 30.0, "quorum_s": 90.0,
+    "heartbeat_timeout_s": 3.0, "join_s": 60.0, "collective_s": 30.0, "connect_s": 6.0, "quorum_s": 90.0,
     "give_up_s": 240.0,
 }  # fmt: skip
 SHAPES = {"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3), "b.bias": (5,), "c": (7,)}
