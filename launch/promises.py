@@ -1,8 +1,8 @@
 """What a run promises whatever died in it, checked afterwards from its folder alone.
 
 It ends by itself with all its steps, each in the metrics once; every task is trained once or dropped with a reason; the
-driver's accounts say what the journal says; the last checkpoint is whole; no paid call is repeated. What it must not
-leave behind is `launch.traces`.
+driver's accounts say what the journal says; the last checkpoint is whole, and the same for all replicas; no paid call is
+repeated. What it must not leave behind is `launch.traces`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def broken_promises(run_dir: Path, steps: int, replicas: int = 1) -> list[str]:
         if latest is None or latest.step != steps:
             stands = f"the newest whole one is of step {latest.step}" if latest else "there is no whole one"
             broken.append(f"no checkpoint of step {steps}{of}: {stands}")
+    policies = [of_replica(run.checkpoints, r) / f"step-{steps}/policy/model.safetensors" for r in range(replicas)]
+    if len({policy.read_bytes() for policy in policies if policy.exists()}) > 1:
+        broken.append(f"the replicas' policies of step {steps} are not equal")
     broken += _accounts(status.get("summary", {}).get("accounts", {}), books)
     return broken + [f"the ledger: {fault}" for fault in _ledger(run.teachers)]
 

@@ -8,10 +8,10 @@ import os
 import signal
 
 import pytest
-from launch_runs import LiveRun, metrics
+from launch_runs import LiveRun, metrics, milkweed
 
 from launch.promises import broken_promises
-from services.runs.deaths import read_deaths
+from services.runs.deaths import DeathLog, read_deaths
 
 # Every checkpoint is kept, so that the journal tells of every task from the beginning.
 KEPT = ["trainer.keep_checkpoints=1000", "trainer.checkpoint_every=3", "teachers.local.delay_s=0.0"]
@@ -58,6 +58,16 @@ def test_training_goes_on_without_the_hint_channel_and_the_teachers_while_they_a
     assert metrics(run.path)[-1]["sdpo/missing"] == 0
 
 
+def test_a_death_is_shown_with_what_became_of_it(tmp_path):
+    (tmp_path / "shown/checkpoints").mkdir(parents=True)
+    log = DeathLog(tmp_path / "shown")
+    log.lost("generator-0", "generator", 0, "its process 7 is gone")
+    log.back("generator-0", 1)
+    (tmp_path / "shown/status.json").write_text('{"state": "finished", "step": 4, "steps": 4}')
+    shown = milkweed("status", tmp_path / "shown").stdout
+    assert "generator-0 was lost (its process 7 is gone), back after 0.0 s" in shown
+
+
 def test_a_rewarder_and_the_rollout_buffer_lose_nothing_that_was_delivered(tmp_path):
     run = survive(tmp_path, "buffer", 16, ["rewarder-0", "rollout-buffer-0"])
     assert len(read_deaths(run.path)) == 2
@@ -95,6 +105,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_the_resumed_run_keeps_all_pr
         run.traces.processes()
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait(timeout=10)
+        assert "driverless: dead" in milkweed("status", run.path).stdout
     assert [line for line in run.traces.left(60) if line.startswith(("process", "port"))] == []
     with LiveRun(tmp_path, "driverless", resume=True, traces=run.traces) as resumed:
         resumed.wait_step(6)
