@@ -1,7 +1,7 @@
 """What a run promises whatever died in it, checked afterwards from its folder alone.
 
 It ends by itself with all its steps, each in the metrics once; every task is trained once or dropped with a reason; the
-driver's accounts say what the journal says; the last checkpoint is whole, and the same for all replicas; no paid call is
+driver's accounts say what the journal says; the last checkpoint is whole, and all replicas' are equal; no paid call is
 repeated. What it must not leave behind is `launch.traces`.
 """
 
