@@ -42,11 +42,12 @@ class RolloutBufferActor(MeshActor):
         seed: int,
         run_dir: str,
         sample_every: int,
-        replica: tuple[int, int] = (0, 1),
+        replica: int = 0,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        """`replica`: of which trainer, of how many."""
+        """`replica`: of which trainer of this run. `share`: which part of the tasks, of how many parts."""
         super().__init__(name)
-        self.replica = replica
+        self.replica, self.share = replica, share
         self.config, self.seed, self.run_dir, self.sample_every = config, seed, Path(run_dir), sample_every
         self.buffer: RolloutBuffer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
@@ -60,12 +61,12 @@ class RolloutBufferActor(MeshActor):
 
     def _open(self) -> None:
         """From its journal; where there is none although the run has checkpoints, from the newest of these."""
-        folder, checkpoints = (of_replica(self.run_dir / name, self.replica[0]) for name in ("buffer", "checkpoints"))
+        folder, checkpoints = (of_replica(self.run_dir / name, self.replica) for name in ("buffer", "checkpoints"))
         lost = not any(folder.glob(SEGMENTS))
         if lost and (latest := Checkpoints(checkpoints).latest()) is not None:
-            self.buffer = RolloutBuffer.load(latest.path / "buffer", folder, self.config, replica=self.replica)
+            self.buffer = RolloutBuffer.load(latest.path / "buffer", folder, self.config, replica=self.share)
         else:
-            self.buffer = RolloutBuffer.open(folder, self.config, self.seed, replica=self.replica)
+            self.buffer = RolloutBuffer.open(folder, self.config, self.seed, replica=self.share)
 
     async def run(self) -> None:
         """Look after leases and accounts. Starved when generators work, and nothing that can be trained comes back."""
@@ -148,7 +149,7 @@ class RolloutBufferActor(MeshActor):
             if batch_id > self._logged and batch_id % self.sample_every == 0:
                 self._logged = batch_id
                 with self.busy:
-                    await asyncio.to_thread(write_rollouts, self.run_dir, batch_id, batch.groups, 2, self.replica[0])
+                    await asyncio.to_thread(write_rollouts, self.run_dir, batch_id, batch.groups, 2, self.replica)
         return batch
 
     @concurrent_endpoint

@@ -144,6 +144,13 @@ class Config(BaseModel):
         """Whether trainers average with others: with each other, or with those of other runs over an object store."""
         return self.trainer.replicas > 1 or self.diloco.transport == "object_store"
 
+    def share(self, replica: int) -> tuple[int, int]:
+        """Which part of the tasks is that replica's, of how many parts.
+
+        Runs that share an object store have one seed, so that they start alike, and deal its tasks out among them.
+        """
+        return self.diloco.first_rank + replica, self.diloco.world_size or self.trainer.replicas
+
     def _check_replicas(self) -> None:
         trainer, diloco = self.trainer, self.diloco
         if not self.averages:

@@ -71,7 +71,7 @@ class Driver:
         self.buffers = [self.bindings["rollout_buffer"].only(buffer_name(replica)) for replica in replicas]
         self.checkpoints = [checkpoints_of(run.path, r, config.trainer.keep_checkpoints) for r in replicas]
         self.records = [Record(run.path, table, self.supervisor, self.say, replica) for replica in replicas]
-        stream = TaskStream(config.run.seed, replicas=config.trainer.replicas)
+        stream = TaskStream(config.run.seed, 0, *config.share(0))
         self.guard = RunGuard(config.safety, run.path, config.trainer.steps, stream, self._play_held_out, self.say)
         self.records[0].guard = self.guard
         self.stopping = asyncio.Event()

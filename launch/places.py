@@ -43,8 +43,8 @@ def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServe
     replicas = config.trainer.replicas
     filled = []
     for replica in range(replicas):
-        name, share = buffer_name(replica), (replica, replicas)
-        holding = (config.buffer(), config.run.seed, str(run.path), config.run.sample_every, share)
+        name, share = buffer_name(replica), config.share(replica)
+        holding = (config.buffer(), config.run.seed, str(run.path), config.run.sample_every, replica, share)
         filled.append(Place("rollout_buffer", name, RolloutBufferActor, holding, proc(name)))
     filled += [
         Place("rewarder", name, RewarderActor, (config.rewarder.reward,), proc(name), spare=True)

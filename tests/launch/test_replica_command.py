@@ -77,6 +77,14 @@ def wait_step(run, step, limit_s=400.0):
         time.sleep(0.2)
 
 
+def tasks(run):
+    """The seeds of the tasks that were trained: every step's rollouts are sampled."""
+    lines = [line for file in (run / "rollouts").glob("step-*.jsonl") for line in file.read_text().splitlines()]
+    found = {json.loads(line)["seed"] for line in lines}
+    assert len(found) >= 4
+    return found
+
+
 def digest(policy):
     return hashlib.sha256((policy / "model.safetensors").read_bytes()).hexdigest()
 
@@ -96,6 +104,7 @@ def test_two_replicas_launched_as_processes_train_together_and_end_equal(tmp_pat
         assert [row["step"] for row in metrics(run)] == [0, 1, 2, 3]
         assert [row["diloco/participants"] for row in metrics(run) if "diloco/participants" in row] == [2.0, 2.0]
         assert nothing_left(run)
+    assert not tasks(tmp_path / "runs" / "demo-r0") & tasks(tmp_path / "runs" / "demo-r1")
     policies = [store / "policies" / f"rank-{rank}" for rank in (0, 1)]
     assert digest(policies[0]) == digest(policies[1])
     assert json.loads((policies[0] / "config.json").read_text())["model_type"]
