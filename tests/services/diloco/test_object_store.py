@@ -13,9 +13,11 @@ import object_store_replica
 import pytest
 import torch
 from object_store_replica import INNER_LR, MOMENTUM, OUTER_LR, Replica
+from torch import nn
 
 from services.diloco.config import DilocoConfig
 from services.diloco.object_store import ObjectStoreManager
+from services.diloco.replicas import Outer
 
 LIMIT_S = 120.0  # of anything that a test waits for; nothing is judged by it
 
@@ -366,3 +368,56 @@ def test_leaving_is_idempotent_and_ends_a_wait(uri):
     with pytest.raises(RuntimeError, match="left"):
         work.wait()
     manager.shutdown()
+
+
+class Trainer:
+    """The outer loop as trainers use it, with AdamW inside."""
+
+    def __init__(self, manager: ObjectStoreManager, rank: int, **options) -> None:
+        self.rank, self.manager = rank, manager
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = {f"layer.{i}": nn.Parameter(torch.randn(4, 3, generator=generator)) for i in range(4)}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.05)
+        settings = config("memory://", sync_every=4, fragments=2, **options)
+        self.outer = Outer(settings, self.parameters, self.optimizer, manager)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            for index, parameter in enumerate(self.parameters.values()):
+                wave = object_store_replica.gradient(self.rank, self.outer.step, parameter.detach().numpy(), index)
+                parameter.grad = torch.from_numpy(wave)
+            self.outer.step += 1
+            self.outer.trained(10 * (self.rank + 1))
+            self.optimizer.step()
+
+    def shared(self) -> dict[str, list]:
+        """Originals and momenta; what a compression owes is each replica's own."""
+        state = self.outer.state_dict()
+        return {name: value.tolist() for name, value in state.items() if not name.endswith("residual")}
+
+
+@pytest.mark.parametrize("options", [{}, {"fragment_sync_delay": 1, "compression": "bf16"}, {"compression": "topk"}])
+def test_trainers_over_the_store_stay_equal_and_one_that_comes_again_catches_up(uri, options):
+    pair = [Trainer(ObjectStoreManager(config(uri), r, 2), r, **options) for r in range(2)]
+    together(*(lambda t=t: t.train(12) for t in pair))
+    assert [t.outer.rounds for t in pair] == [6, 6]
+    assert pair[0].outer.metrics()["diloco/participants"] == 2
+    assert pair[0].shared() == pair[1].shared()
+
+    again = Trainer(ObjectStoreManager(config(uri), 1, 2), 1, **options)
+    entered = waiting(again.manager)
+
+    def peer():
+        assert entered.wait(LIMIT_S)
+        pair[0].train(2)
+
+    healed, _ = together(lambda: again.outer.catch_up(6), peer)
+    assert healed
+    again.train(options.get("fragment_sync_delay", 0))  # while that sync's bytes move
+    assert again.outer.rounds == pair[0].outer.rounds == 7
+    assert again.outer.step == pair[0].outer.step == 14
+    assert again.shared() == pair[0].shared()
+    together(lambda: pair[0].train(4), lambda: again.train(4))
+    assert again.outer.rounds == pair[0].outer.rounds == 9
+    assert again.outer.metrics()["diloco/participants"] == 2
+    assert again.shared() == pair[0].shared()

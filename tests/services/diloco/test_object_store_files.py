@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as opened
 
 from services.diloco.object_store_files import MalformedFileError, Store
 
@@ -162,7 +163,7 @@ def test_an_unknown_protocol_is_one_sentence():
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "s3", raising=False)  # another test may have opened one
+    monkeypatch.delitem(opened, "s3", raising=False)  # another test may have opened one
     with pytest.raises(ImportError, match=r"^s3://bucket/x needs a package that is missing .*s3fs"):
         Store("s3://bucket/x", 0, 2)
 
