@@ -124,7 +124,8 @@ class Outer:
             "diloco/participants": float(self._manager.num_participants()),
             "diloco/rounds": float(self.rounds),
             "diloco/retries": float(loop.retries),
-            "diloco/rounds_lost": float(loop.rounds_lost),
+            # An object store takes a contribution and may leave it out, because it came too late.
+            "diloco/rounds_lost": float(loop.rounds_lost + getattr(self._manager, "left_out", 0)),
             "diloco/pseudo_gradient_norm": loop.last.norm,
             "diloco/weight": loop.last_weight,
             "diloco/sent_bytes": float(loop.last.sent_bytes),
