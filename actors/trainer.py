@@ -123,14 +123,27 @@ class TrainerActor(MeshActor):
         await self.buffer.call(roles.RolloutBuffer.move_to, self.step_n)
 
     async def _catch_up(self) -> None:
-        """Heal at the next sync of those that are further. They may end meanwhile: then from their last checkpoint."""
+        """Heal at the next sync of those that are further. They may end meanwhile: then from their last checkpoint.
+
+        TimeoutError when only an object store tells of them, and none came to a sync in `diloco.give_up_s`.
+        """
+        assert self.settings.diloco is not None
+        limit_s, seen = self.settings.diloco.give_up_s, time.monotonic()
         while self.behind and not self.finishing.is_set():
             rounds = await self._newest_round()
+            if await self.others.rounds() is not None:
+                seen = time.monotonic()
             if await self.others.all_done():
                 await self._load()
             elif rounds > self.rounds:
+                if time.monotonic() - seen > limit_s:
+                    raise TimeoutError(
+                        f"{self.settings.diloco.uri} shows round {rounds} and this replica is at {self.rounds}, but "
+                        f"nobody came to a sync in {limit_s:g} s: if the others have ended, their weights are the "
+                        "result; if their rounds are longer than that, raise diloco.give_up_s"
+                    )
                 with self.spans("trainer/catch_up", waiting=True):
-                    self.step_n = await self.team.catch_up(rounds, CATCH_UP_S)
+                    self.step_n = await self.team.catch_up(rounds, min(CATCH_UP_S, limit_s))
                 self.behind = self.rounds < rounds
             else:  # they died meanwhile: everybody goes on from where it stands
                 self.behind = False

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from actors.trainer import SAVE_LIMIT_S, TEACHER_PATIENCE_S, Prepared, TrainerAc
 from actors.trainer_part import TrainerConfig, TrainerSettings
 from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure
 from services.demo.tokenizer import build_tokenizer
+from services.diloco.config import DilocoConfig
 from services.losses.policy import PolicyConfig
 from services.telemetry.spans import Spans
 from services.training.config import ReplayConfig, SDPOConfig
@@ -368,3 +370,69 @@ def test_waiting_for_logits_is_idle_and_the_rest_of_the_step_is_not(model_path, 
         assert metrics["idle/trainer"] == pytest.approx(6.0 / 8.0)
 
     asyncio.run(scenario())
+
+
+# ---- other replicas --------------------------------------------------------------------------------------------------
+
+
+class Others:
+    """Stands for the other replicas: what each look at them shows, the last one from then on."""
+
+    def __init__(self, *looks):
+        self.looks = list(looks)
+
+    async def rounds(self):
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+    async def all_done(self):
+        return False
+
+
+class Team:
+    """Stands for a trainer's procs at a round; it heals in the sync that `heals_in` counts down to."""
+
+    def __init__(self, heals_in, known=0):
+        self.heals_in, self.tries = heals_in, 0
+        self.part = SimpleNamespace(outer=SimpleNamespace(rounds=1, newest_round=known))
+
+    async def catch_up(self, rounds, limit_s):
+        self.tries += 1
+        await asyncio.sleep(0.01)
+        if self.tries < self.heals_in:
+            return 2
+        self.part.outer.rounds = rounds + 1
+        return 2 * rounds
+
+
+def behind(model_path, tmp_path, others, team, **diloco):
+    actor = make_trainer(model_path, tmp_path)
+    actor.settings = replace(actor.settings, diloco=DilocoConfig(**diloco))
+    actor.others, actor.team, actor.behind = others, team, True
+    begun = []
+
+    async def begin():
+        begun.append(actor.step_n)
+
+    actor._begin = begin
+    return actor, begun
+
+
+def test_a_replica_that_is_behind_begins_where_it_healed_however_often_it_has_to_ask(model_path, tmp_path):
+    actor, begun = behind(model_path, tmp_path, Others(5, 5, 6), Team(heals_in=3))
+    asyncio.run(asyncio.wait_for(actor._catch_up(), LIMIT_S))
+    assert (actor.behind, begun) == (False, [12])
+
+
+def test_a_replica_whose_peers_died_goes_on_from_where_it_stands(model_path, tmp_path):
+    actor, begun = behind(model_path, tmp_path, Others(5, 5, None), Team(heals_in=100))
+    asyncio.run(asyncio.wait_for(actor._catch_up(), LIMIT_S))
+    assert (actor.behind, actor.rounds, begun) == (False, 1, [2])
+
+
+def test_a_replica_that_only_an_object_store_tells_of_others_gives_up_in_time(model_path, tmp_path):
+    quick = {"heartbeat_timeout_s": 0.4, "join_s": 0.5, "collective_s": 0.2, "connect_s": 0.2, "quorum_s": 0.6}
+    others, team = Others(None), Team(heals_in=10**6, known=9)
+    actor, begun = behind(model_path, tmp_path, others, team, uri="store", give_up_s=1.0, **quick)
+    with pytest.raises(TimeoutError, match="store shows round 9 and this replica is at 1, but nobody came"):
+        asyncio.run(asyncio.wait_for(actor._catch_up(), LIMIT_S))
+    assert begun == []
