@@ -46,6 +46,7 @@ logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it reports is ha
 
 _LOOK_S = 0.05  # between two looks at whether a pending quorum can still come
 _PAUSE_S = 0.5  # between two tries
+_LONGEST_PAUSE_S = 60.0
 _KEEP, _REOPEN, _GIVE_UP = 0, 1, 2  # what the first proc has all do next
 
 
@@ -87,7 +88,8 @@ class ReplicaManager:
         self._weight = self._factor = 1.0
         self._next_history = 0
         self._members, self._no_fewer_until = 0, 0.0  # of the last sync; for how long fewer of them are no quorum
-        self._failures = 0  # in a row
+        self._failures = 0  # in a row, with the same manager underneath
+        self._troubles = 0  # since the last sync: quorums that failed because of this replica
         self._lost_lighthouse = False
         self._unfinished = False  # a quorum stands, whose sync is not over
         self._problem = ""
@@ -169,7 +171,7 @@ class ReplicaManager:
         self._unfinished = False
         if fine:
             self._rounds = {"step": inner.current_step(), "history": self._next_history}
-            self._members, self._failures = inner.num_participants(), 0
+            self._members, self._failures, self._troubles = inner.num_participants(), 0, 0
         else:
             self._failures += 1
             logger.warning("replica %d: a sync failed: %s", self.replica, told(inner))
@@ -207,7 +209,7 @@ class ReplicaManager:
             if self._procs.agree(fine):
                 return
             self._failed(fine)
-            time.sleep(_PAUSE_S)
+            self._pause()
 
     def _must_reopen(self) -> bool:
         """Whether the manager underneath must be opened anew."""
@@ -220,11 +222,20 @@ class ReplicaManager:
         """Put back what an attempt that failed somewhere has changed here."""
         self._staged = None
         if fine_here:
+            self._troubles += 1
             self._problem = "another proc of this replica failed"
         logger.warning("replica %d tries again: %s", self.replica, self._problem)
         if self._inner is not None:
             # torchft would raise the same error for ever, and has taken the peer's round number already.
             self._inner._quorum_future = None
+
+    def _pause(self) -> None:
+        """Before the next try. Who cannot take part leaves for a while, each time longer, so that the others can."""
+        pause_s = _PAUSE_S
+        if self._troubles > 2:
+            self._close()
+            pause_s = min(_LONGEST_PAUSE_S, self.config.heartbeat_timeout_s * 2 ** (self._troubles - 2))
+        time.sleep(pause_s)
 
     # ---- one attempt ---------------------------------------------------------------------------------------------
 
@@ -270,6 +281,11 @@ class ReplicaManager:
         """Whether the quorum that came about is one to go on with."""
         if inner.num_participants() < self._members and time.monotonic() < self._no_fewer_until:
             self._problem = "the new lighthouse does not know all replicas yet"
+            return False
+        if inner.errored() is not None:  # it could not connect to the members, or not fetch a state
+            self._failures += 1
+            self._troubles += 1
+            self._problem = told(inner)
             return False
         weight, history = self._weight, self._rounds["history"]
         if self._staged is not None:
