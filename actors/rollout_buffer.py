@@ -21,6 +21,7 @@ from mesh.actor import MeshActor
 from mesh.messages import DelayedReward, Lease, Rollout, TrainBatch
 from services.rollouts.buffer import BufferConfig, RolloutBuffer
 from services.rollouts.journal import SEGMENTS
+from services.runs.atomic import sweep_asides
 from services.runs.checkpoints import Checkpoints
 from services.runs.folder import of_replica
 from services.telemetry.rollout_log import write_rollouts
@@ -62,6 +63,7 @@ class RolloutBufferActor(MeshActor):
     def _open(self) -> None:
         """From its journal; where there is none although the run has checkpoints, from the newest of these."""
         folder, checkpoints = (of_replica(self.run_dir / name, self.replica) for name in ("buffer", "checkpoints"))
+        sweep_asides(of_replica(self.run_dir / "rollouts", self.replica))  # of the buffer that was here before
         lost = not any(folder.glob(SEGMENTS))
         if lost and (latest := Checkpoints(checkpoints).latest()) is not None:
             self.buffer = RolloutBuffer.load(latest.path / "buffer", folder, self.config, replica=self.share)

@@ -6,6 +6,7 @@ those too that no status names: a sandbox of a rewarder, an engine's worker, a s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -95,12 +96,9 @@ def listening(pids: list[int], beyond_this_host: bool = False) -> set[str]:
 
 
 def _descriptors(pid: int) -> list[str]:
-    links = []
-    try:
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            links.append(os.readlink(fd))
-    except OSError:  # the process, or this descriptor, has just ended
-        pass
+    links: list[str] = []
+    with contextlib.suppress(OSError):  # the process, or this descriptor, has just ended
+        links += [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
     return links
 
 

@@ -35,6 +35,12 @@ def write_atomic(path: str | Path, data: bytes | str, *, mode: int = 0o666) -> N
     sync(path.parent)
 
 
+def sweep_asides(folder: Path) -> None:
+    """Remove what killed writers left in `folder`, in which nobody may be writing now."""
+    for aside in folder.glob(".*.aside"):
+        aside.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Bring a file's bytes, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from services.runs.atomic import write_atomic
+from services.runs.atomic import sweep_asides, write_atomic
 
 
 def test_text_and_bytes_replace_what_was_there(tmp_path: Path) -> None:
@@ -69,3 +69,11 @@ def test_readers_never_see_a_mixture(tmp_path: Path) -> None:
         seen.add(path.read_text())
     writer.join(timeout=60)
     assert seen <= set(versions)
+
+
+def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / ".kept.md.0badcafe.aside").write_text("half")
+    write_atomic(tmp_path / "kept.md", "whole")
+    sweep_asides(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.md"]
+    sweep_asides(tmp_path / "not made yet")
