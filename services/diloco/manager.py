@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -31,14 +31,13 @@ from typing import Any
 os.environ.setdefault("RUST_LOG", "error")  # before torchft is imported, whose threads report every missed heartbeat
 
 import torch.distributed as dist
-import torchft.manager
 from torch import Tensor
 from torchft.manager import Manager
 
 from services.diloco.config import DilocoConfig
 from services.diloco.members import exchange, introduce, leave, prevailing, told
 from services.diloco.procs import Procs, Share, open_store
-from services.diloco.sockets import HostGloo, Tether
+from services.diloco.sockets import HostGloo, Tether, serving_on
 from services.diloco.transport import StateTransport
 
 logger = logging.getLogger(__name__)
@@ -333,7 +332,7 @@ class ReplicaManager:
 
     def _made(self, port: int) -> Manager:
         config, collective = self.config, timedelta(seconds=self.config.collective_s)
-        with _server_on(config.host):
+        with serving_on(config.host):
             inner = Manager(
                 pg=HostGloo(config.host, collective),
                 load_state_dict=None, state_dict=None,
@@ -404,22 +403,3 @@ def _run(function: Callable[[], None], future: Future[None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
-
-
-_binding = threading.Lock()
-
-
-@contextlib.contextmanager
-def _server_on(host: str) -> Iterator[None]:
-    """Have the managers that are made meanwhile serve on `host`: torchft hard-codes every interface."""
-    with _binding:
-        server = torchft.manager.ManagerServer
-
-        def on_host(**settings: Any) -> Any:
-            return server(**settings | {"bind": f"{host}:0"})
-
-        torchft.manager.ManagerServer = on_host
-        try:
-            yield
-        finally:
-            torchft.manager.ManagerServer = server

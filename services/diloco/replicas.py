@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from services.diloco.compression import BF16, Compression, TopK
 from services.diloco.config import DilocoConfig
-from services.diloco.outer_loop import Fragment, local, make_diloco_outer_loop
+from services.diloco.fragment import Fragment, local
+from services.diloco.outer_loop import make_diloco_outer_loop
 
 ORIGINAL, MOMENTUM, RESIDUAL = "original", "momentum_buffer", "residual"
 

@@ -1,14 +1,19 @@
-"""Sockets of a sync: a gloo group on one address, and the line that tells when the lighthouse is gone."""
+"""Sockets of a sync: all on one address, and one that tells when the lighthouse is gone."""
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+import torchft.manager
 from torchft.process_group import ProcessGroupGloo
 
 
@@ -28,6 +33,25 @@ class HostGloo(ProcessGroupGloo):
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
+
+
+_replacing = threading.Lock()
+
+
+@contextlib.contextmanager
+def serving_on(host: str) -> Iterator[None]:
+    """Have torchft's managers that are made meanwhile serve on `host`: it hard-codes every interface."""
+    with _replacing:
+        server = torchft.manager.ManagerServer
+
+        def on_host(**settings: Any) -> Any:
+            return server(**settings | {"bind": f"{host}:0"})
+
+        torchft.manager.ManagerServer = on_host
+        try:
+            yield
+        finally:
+            torchft.manager.ManagerServer = server
 
 
 class Tether:

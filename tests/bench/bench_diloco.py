@@ -73,8 +73,9 @@ def steps(given: argparse.Namespace) -> tuple[list[float], list[float]]:
     config = DilocoConfig(sync_every=10**6)
     outer = Outer(config, trained, optimizer, Nobody())
     plain, hooked = [], []
-    for _ in range(given.repeats * 4):
-        for attached, found in ((False, plain), (True, hooked)):
+    for turn in range(given.repeats * 10):
+        both = [(False, plain), (True, hooked)]
+        for attached, found in both if turn % 2 else reversed(both):
             outer._loop.attach() if attached else outer._loop.detach()
             began = time.perf_counter()
             outer.trained(100)

@@ -71,9 +71,11 @@ class Proc:
 
 
 @contextmanager
-def replicas(config: DilocoConfig, numbers: list[int], lighthouse: str) -> Iterator[dict[int, Proc]]:
+def replicas(
+    config: DilocoConfig, numbers: list[int], lighthouse: str, kind: type[Replica] | None = None
+) -> Iterator[dict[int, Proc]]:
     """Replicas by number, all open. Others may be added to the dict; all are ended."""
-    made = {number: Proc(Replica, config, number, lighthouse) for number in numbers}
+    made = {number: Proc(kind or Replica, config, number, lighthouse) for number in numbers}
     try:
         for proc in made.values():
             proc.answer()
@@ -164,6 +166,26 @@ class Replica:
 
     def close(self) -> None:
         self.outer.close()
+
+
+class LargeReplica(Replica):
+    """Of four million elements that all move by `number` + 1 a step, so that a sync takes a while."""
+
+    def __init__(self, config: DilocoConfig, number: int, lighthouse: str) -> None:
+        torch.set_num_threads(1)
+        self.number = number
+        self.trained = {"all": torch.nn.Parameter(torch.zeros(4_000_000))}
+        self.optimizer = torch.optim.SGD(self.trained.values(), lr=1.0)
+        self.manager = open_manager(config, replica=number, lighthouse=lighthouse)
+        self.outer = Outer(config, self.trained, self.optimizer, self.manager)
+
+    def train(self, to: int, pause_s: float = 0.0) -> dict[str, Any]:
+        while self.outer.step < to:
+            self.outer.step += 1
+            self.trained["all"].grad = torch.full_like(self.trained["all"], self.number + 1.0)
+            self.optimizer.step()
+        held = self.trained["all"].detach()
+        return {"least": held.min().item(), "most": held.max().item(), "rounds_lost": self.outer._loop.rounds_lost}
 
 
 class LighthouseProc:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from diloco_builders import SHAPES, Reference, config, same
-from diloco_procs import LighthouseProc, Proc, Replica, replicas
+from diloco_procs import LargeReplica, LighthouseProc, Proc, Replica, replicas
 
 from services.diloco.config import DilocoConfig
 from services.diloco.lighthouse import Lighthouse, free_port
@@ -93,6 +93,23 @@ def test_a_replica_killed_in_a_sync_costs_the_others_nothing(lighthouse: Lightho
         first, second = (each.answer() for each in [those[r].order("train", 3 * ROUND) for r in (0, 1)])
     bit_equal(first, second)
     assert same(expected(3 * ROUND, {(2, 1), (2, 2)})[0], first["parameters"], 1e-12)
+
+
+@pytest.mark.parametrize("after_s", [0.001, 0.01, 0.03])
+def test_a_replica_killed_while_bytes_move_is_in_the_average_of_all_survivors_or_of_none(after_s: float) -> None:
+    settings = config(sync_every=ROUND, weighting="uniform")
+    nearby = Lighthouse(settings, free_port("127.0.0.1"))
+    with replicas(settings, [0, 1, 2], nearby.address, LargeReplica) as those:
+        those[2].ask("stop_at", "data", signal.SIGKILL, after_s)
+        for each in those.values():
+            each.order("train", ROUND)
+        first, second = those[0].answer(), those[1].answer()
+    nearby.close()
+    assert first == second
+    assert first["least"] == first["most"]
+    assert first["rounds_lost"] == 0
+    step = -0.7 * (1 + 0.9) * ROUND  # the first outer step with Nesterov momentum, per unit of the average
+    assert first["least"] in (pytest.approx(step * 1.5), pytest.approx(step * 2))
 
 
 def test_a_replica_killed_after_the_vote_has_contributed(lighthouse: Lighthouse) -> None:
