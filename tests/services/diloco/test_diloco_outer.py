@@ -410,7 +410,7 @@ def test_a_sync_that_does_not_come_about_is_an_error_after_which_training_goes_o
             toy.train(toy.outer.step + ROUND)
     assert not same(alone, toy.values(), 1e-9)  # it trained on from where it was
 
-    peer = Toy(config(sync_every=ROUND, min_replicas=2), 1, light)
+    peer = Toy(config(sync_every=ROUND, min_replicas=2, collective_s=8.0), 1, light)
     peer.outer.step = toy.outer.step
     toy.manager.config = peer.manager.config  # patient from here on
     first, second = together([toy, peer], toy.outer.step + ROUND)

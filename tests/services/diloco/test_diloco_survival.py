@@ -268,7 +268,8 @@ def test_a_slow_replica_within_the_wait_is_in_every_sync(lighthouse: Lighthouse)
 
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_lighthouse_that_is_killed_and_started_again_costs_no_round(waiting: bool) -> None:
-    settings: DilocoConfig = config(sync_every=ROUND)
+    # The longer a connection may take, the longer a new lighthouse is not believed that there are fewer than before.
+    settings: DilocoConfig = config(sync_every=ROUND, connect_s=40.0)
     port = free_port("127.0.0.1")
     light = Proc(LighthouseProc, settings, port)
     light.answer()
