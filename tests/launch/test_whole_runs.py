@@ -301,7 +301,7 @@ def test_a_name_that_was_used_is_refused(finished):
 def test_config_and_doctor_print_what_there_is():
     shown = milkweed("config")
     assert "[trainer]" in shown.stdout
-    assert "Optimizer steps of the run." in shown.stdout
+    assert "Optimizer steps of the run; of each replica" in shown.stdout
     checked = milkweed("doctor")
     assert checked.returncode == 0
     assert "engine: transformers" in checked.stdout
