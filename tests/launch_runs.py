@@ -73,8 +73,12 @@ class LiveRun:
             time.sleep(0.1)
         raise AssertionError(f"no {what} within {timeout} s; last status: {self.status()}")
 
-    def wait_step(self, step):
-        return self.wait_for(lambda status: status["step"] >= step, f"step {step}")
+    def wait_step(self, step, *members):
+        """The status once the run is at that step and these members are in it."""
+        return self.wait_for(
+            lambda status: status["step"] >= step and set(members) <= set(status["members"]),
+            f"step {step}" + f" with {', '.join(members)}" * bool(members),
+        )
 
     def end(self, timeout=600):
         output, _ = self.process.communicate(timeout=timeout)

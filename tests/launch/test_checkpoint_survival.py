@@ -43,7 +43,7 @@ def test_damaged_checkpoints_are_refused_on_stderr_and_the_last_whole_one_is_tak
 
 def test_a_trainer_killed_while_it_writes_a_checkpoint_leaves_no_half_one(tmp_path):
     with LiveRun(tmp_path, "half", "trainer.steps=12", *KEPT, "trainer.checkpoint_every=1") as run:
-        trainer = run.wait_step(1)["members"]["trainer-0"]["pid"]
+        trainer = run.wait_step(1, "trainer-0")["members"]["trainer-0"]["pid"]
         while True:
             half = next((run.path / "checkpoints").glob(".*.writing"), None)
             if half is not None:

@@ -22,7 +22,10 @@ def test_training_goes_on_with_fewer_teachers_and_with_none_and_no_paid_call_is_
         with LiveRun(tmp_path, "taught", *settings(ports)) as run:
             run.wait_for(lambda status: answered(run.path) >= {"t0", "t1", "t2"}, "answers of all teachers")
             os.kill(servers[0].pid, signal.SIGKILL)
-            pool = run.wait_for(lambda status: refused(run.path) == {"t0"}, "a call that a dead teacher refused")
+            pool = run.wait_for(
+                lambda status: refused(run.path) == {"t0"} and "teachers-0" in status["members"],
+                "a call that a dead teacher refused",
+            )
             os.kill(pool["members"]["teachers-0"]["pid"], signal.SIGKILL)
             sent = len(ledger(run.path))
             run.wait_for(lambda status: len(ledger(run.path)) > sent + 6, "calls of a new pool")

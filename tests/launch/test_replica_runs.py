@@ -46,7 +46,7 @@ def test_three_replicas_lose_a_trainer_the_lighthouse_a_buffer_and_have_one_froz
     chosen = ["trainer.replicas=3", "generator.count=3", f"trainer.steps={steps}", "diloco.sync_every=4",
               "trainer.checkpoint_every=8", "trainer.keep_checkpoints=100"]  # fmt: skip
     with LiveRun(tmp_path, "three", *FEW, *chosen) as run:
-        before = run.wait_step(5)
+        before = run.wait_step(5, "trainer-1", "lighthouse-0", "rollout-buffer-0", "trainer-2")
         assert listening_beyond_this_host(run.path) == []
         run.traces.processes()
         os.kill(before["members"]["trainer-1"]["pid"], signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_replicas_that_meet_in_an_object_store_go_on_without_a_dead_one_and_heal
     chosen = ["trainer.replicas=2", "trainer.steps=30", "diloco.sync_every=3", "diloco.transport=object_store",
               f"diloco.uri={tmp_path / 'store'}", "diloco.poll_s=0.1", "diloco.grace_s=3"]  # fmt: skip
     with LiveRun(tmp_path, "stored", *FEW, *chosen) as run:
-        status = run.wait_step(3)
+        status = run.wait_step(3, "trainer-1")
         os.kill(status["members"]["trainer-1"]["pid"], signal.SIGKILL)
         code, output = run.end()
     assert code == 0, output

@@ -123,7 +123,7 @@ def test_a_killed_vllm_generator_is_placed_again_while_a_vllm_of_its_own_teaches
         "teachers.pool.max_tokens=24",
     ]  # fmt: skip
     with LiveRun(tmp_path, "vllm", *chosen) as run:
-        os.kill(run.wait_step(1)["members"]["generator-0"]["pid"], signal.SIGKILL)
+        os.kill(run.wait_step(1, "generator-0")["members"]["generator-0"]["pid"], signal.SIGKILL)
         code, output = run.end()
     assert code == 0, output
     rows, found = metrics(run.path), accounts(run.path)
@@ -138,7 +138,7 @@ def test_a_killed_vllm_generator_is_placed_again_while_a_vllm_of_its_own_teaches
 def test_a_trainer_of_two_procs_that_loses_one_is_placed_again_as_a_whole(tmp_path):
     chosen = ["trainer.procs=2", "trainer.dtype=bfloat16", "trainer.steps=9", "trainer.checkpoint_every=2"]
     with LiveRun(tmp_path, "halved", *chosen) as run:
-        before = trainer_pids(run.wait_step(3))
+        before = trainer_pids(run.wait_step(3, "trainer-0"))
         assert listening_beyond_this_host(run.path) == []
         os.kill(before[1], signal.SIGKILL)
         after = trainer_pids(run.wait_for(lambda status: placed_again(status, before), "a trainer in two new procs"))
