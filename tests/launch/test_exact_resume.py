@@ -45,7 +45,9 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path
 
 def test_a_run_whose_trainer_and_generator_are_killed_has_the_bits_of_an_uninterrupted_one(tmp_path, uninterrupted):
     with LiveRun(tmp_path, "killed", *LOCK_STEP) as run:
-        members = run.wait_step(3)["members"]  # a step after a checkpoint: the batch is trained again
+        members = run.wait_step(3, "trainer-0", "generator-0")[
+            "members"
+        ]  # a step after a checkpoint: the batch is trained again
         for victim in ("trainer-0", "generator-0"):
             os.kill(members[victim]["pid"], signal.SIGKILL)
         code, output = run.end()

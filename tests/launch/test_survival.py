@@ -20,7 +20,7 @@ KEPT = ["trainer.keep_checkpoints=1000", "trainer.checkpoint_every=3", "teachers
 def survive(root, name, steps, victims, *chosen, at_step=2, sign=signal.SIGKILL):
     """Run; at a step send `sign` to the victims' processes at the same time; check every promise; return the run."""
     with LiveRun(root, name, f"trainer.steps={steps}", *KEPT, *chosen) as run:
-        status = run.wait_step(at_step)
+        status = run.wait_step(at_step, *victims)
         run.traces.processes()
         for victim in victims:
             os.kill(status["members"][victim]["pid"], sign)
