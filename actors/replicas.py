@@ -8,11 +8,11 @@ What a replica learned since its last sync is its own: it finds it again in its 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.following import number_in
+from actors.following import number_in, trainer_name
 from mesh import roles
 from mesh.binding import Binding, BindingError
 from services.runs.checkpoints import Checkpoint, Checkpoints
@@ -29,14 +29,30 @@ def checkpoints_of(run_dir: Path, replica: int, keep: int) -> Checkpoints:
 def newest_checkpoint(run_dir: Path, replica: int, replicas: int) -> tuple[Checkpoint | None, bool]:
     """Where replica `replica` of `replicas` goes on: a whole checkpoint, and whether it is its own.
 
-    Its own newest one, unless another replica's has more syncs behind it. Blocks: it reads every byte.
+    Its own newest one, unless another replica's has more syncs behind it. Blocks: it reads every byte of its own, and
+    of the others' that claim to be further.
     """
-    found = {number: checkpoints_of(run_dir, number, 1).latest() for number in range(replicas)}
-    rounds = {number: rounds_of(checkpoint.path) for number, checkpoint in found.items() if checkpoint is not None}
-    if not rounds:
-        return None, True
-    best = max(rounds, key=lambda number: (rounds[number], number == replica))
-    return found[best], best == replica
+    best = checkpoints_of(run_dir, replica, 1).latest()
+    rounds, own = rounds_of(best.path) if best else -1, True
+    for other in (checkpoints_of(run_dir, number, 1) for number in range(replicas) if number != replica):
+        if not any(rounds_of(checkpoint.path) > rounds for checkpoint in other.list()):
+            continue
+        latest = other.latest()
+        if latest is not None and rounds_of(latest.path) > rounds:
+            best, rounds, own = latest, rounds_of(latest.path), False
+    return best, own
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the other replicas say at one moment.
+
+    `rounds`: syncs of the furthest of those that train; None when nobody does, or nobody answers. `all_done`: they
+    live, and none of them will come to a sync again.
+    """
+
+    rounds: int | None
+    all_done: bool
 
 
 class OtherReplicas:
@@ -44,19 +60,9 @@ class OtherReplicas:
 
     def __init__(self, trainers: Binding[Any], name: str, replicas: int) -> None:
         self._trainers = trainers
-        self._others = [f"trainer-{number}" for number in range(replicas) if number != number_in(name)]
+        self._others = [trainer_name(number) for number in range(replicas) if number != number_in(name)]
 
-    async def rounds(self) -> int | None:
-        """Syncs of the furthest of those that train now; None when nobody else does, or nobody answers."""
-        figures = await self._figures()
-        return max((each.get("rounds", 0) for each in figures if not each.get("done")), default=None)
-
-    async def all_done(self) -> bool:
-        """Whether the others live, and none of them will come to a sync again."""
-        figures = await self._figures()
-        return bool(figures) and all(each.get("done") for each in figures)
-
-    async def _figures(self) -> Sequence[dict[str, Any]]:
+    async def look(self) -> Look:
         asked = [self._trainers.only(name, patience_s=0.0) for name in self._others if name in self._trainers.names]
         answers = await asyncio.gather(
             *[one.call_within(STATUS_LIMIT_S, roles.Trainer.status) for one in asked], return_exceptions=True
@@ -64,4 +70,6 @@ class OtherReplicas:
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, BindingError):
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        figures = [answer for answer in answers if not isinstance(answer, BaseException)]
+        training = [each.get("rounds", 0) for each in figures if not each.get("done")]
+        return Look(max(training, default=None), bool(figures) and not training)

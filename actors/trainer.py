@@ -34,7 +34,7 @@ from typing import Any
 from monarch.actor import concurrent_endpoint
 
 from actors.following import buffer_name
-from actors.replicas import OtherReplicas, checkpoints_of, newest_checkpoint
+from actors.replicas import Look, OtherReplicas, checkpoints_of, newest_checkpoint
 from actors.trainer_part import TrainerPart, TrainerSettings
 from actors.trainer_team import Team
 from mesh import roles
@@ -108,14 +108,12 @@ class TrainerActor(MeshActor):
         replica, replicas = self.settings.replica, self.config.replicas
         latest, own = await asyncio.to_thread(newest_checkpoint, self.run_dir, replica, replicas)
         self.step_n = await self.team.load(latest.path if latest else None, own)
-        self.behind = await self._newest_round() > self.rounds
+        self.behind = await self._newest_round(await self.others.look()) > self.rounds
 
-    async def _newest_round(self) -> int:
+    async def _newest_round(self, others: Look) -> int:
         """Of the replicas that train now, as far as one hears of them without a sync."""
         outer = self.team.part.outer
-        if outer is None:
-            return 0
-        return max(await self.others.rounds() or 0, await asyncio.to_thread(lambda: outer.newest_round))
+        return max(others.rounds or 0, await asyncio.to_thread(lambda: outer.newest_round)) if outer else 0
 
     async def _begin(self) -> None:
         """Offer the weights it stands at; before the first batch is taken, the buffer agrees on what was trained."""
@@ -130,10 +128,11 @@ class TrainerActor(MeshActor):
         assert self.settings.diloco is not None
         limit_s, seen = self.settings.diloco.give_up_s, time.monotonic()
         while self.behind and not self.finishing.is_set():
-            rounds = await self._newest_round()
-            if await self.others.rounds() is not None:
+            others = await self.others.look()
+            rounds = await self._newest_round(others)
+            if others.rounds is not None:
                 seen = time.monotonic()
-            if await self.others.all_done():
+            if others.all_done:
                 await self._load()
             elif rounds > self.rounds:
                 if time.monotonic() - seen > limit_s:

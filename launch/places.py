@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,16 +19,11 @@ from actors.trainer_peer import TrainerPeerActor
 from launch.config import Config
 from launch.services import LocalServers
 from mesh.topology import Place, ProcSpec
+from services.meeting import free_port
 from services.runs.folder import RunFolder
 
 # Roles end in this order: who needs another ends before it.
 FINISH_ORDER = ["trainer", "generator", "teachers", "sdpo_teacher", "rewarder", "lighthouse", "rollout_buffer"]
-
-
-def free_port(host: str) -> int:
-    """A port of `host` that nothing listens on now."""
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def places(config: Config, run: RunFolder, model_path: Path, servers: LocalServers) -> list[Place]:

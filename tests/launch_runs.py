@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from launch.traces import Traces
+from launch.traces import Traces, listening
 
 SMALL = [
     "trainer.steps=4",
@@ -100,21 +100,7 @@ def processes_of(path):
 
 def listening_beyond_this_host(path):
     """Local addresses, other than loopback, on which processes of the run accept connections."""
-    sockets = set()
-    for pid in processes_of(path):
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                sockets.add(os.readlink(fd))
-            except OSError:
-                continue
-    loopback = ("0100007F:", "00000000000000000000000001000000:", "0000000000000000FFFF00000100007F:")
-    found = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            local, state, inode = (line.split()[column] for column in (1, 3, 9))
-            if state == "0A" and f"socket:[{inode}]" in sockets and not local.startswith(loopback):
-                found.append(local)
-    return found
+    return sorted(listening(processes_of(path), beyond_this_host=True))
 
 
 def nothing_left(path, timeout=10):

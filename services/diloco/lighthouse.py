@@ -8,7 +8,6 @@ authentication): it listens on `config.host` and nowhere else, which should be a
 from __future__ import annotations
 
 import os
-import socket
 
 # Before torchft is imported: its servers would report every heartbeat that fails.
 os.environ.setdefault("RUST_LOG", "error")
@@ -44,9 +43,3 @@ class Lighthouse:
         if self._server is not None:
             self._server.shutdown()
         self._server = None
-
-
-def free_port(host: str) -> int:
-    """A port of `host` that nothing listens on now."""
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])

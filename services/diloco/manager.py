@@ -36,9 +36,10 @@ from torchft.manager import Manager
 
 from services.diloco.config import DilocoConfig
 from services.diloco.members import exchange, introduce, leave, prevailing, told
-from services.diloco.procs import Procs, Share, open_store
+from services.diloco.procs import Procs, Share
 from services.diloco.sockets import HostGloo, Tether, serving_on
 from services.diloco.transport import StateTransport
+from services.meeting import open_store
 
 logger = logging.getLogger(__name__)
 logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it reports is handled here, and reported once

@@ -6,23 +6,15 @@ halves is taken for a whole one. Here every try is a vote, over a small store th
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from services.meeting import open_store
+
 Share = Callable[[Any], Any]  # a value of the first proc (None elsewhere) -> that value, in every proc
-
-
-def open_store(host: str, limit_s: float) -> dist.TCPStore:
-    """A store that listens on `host` only; torch would have it listen everywhere."""
-    listener = socket.create_server((host, 0))
-    return dist.TCPStore(
-        host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
-        timeout=timedelta(seconds=limit_s), master_listen_fd=listener.detach(),
-    )  # fmt: skip
 
 
 class Procs:

@@ -15,7 +15,6 @@ resolves, and would be lost one by one. A single proc that computes in bfloat16 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from services.meeting import open_store
 
 ComputeDtype = Literal["float32", "bfloat16"]
 LOOPBACK = "127.0.0.1"
@@ -80,13 +81,8 @@ def meeting_point(size: int, limit_s: float) -> tuple[Any, int]:
 
     Only this host reaches it. It is gone with the store that is returned.
     """
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        LOOPBACK, port, size, is_master=True, wait_for_workers=False,
-        timeout=timedelta(seconds=limit_s), master_listen_fd=listener.detach(),
-    )  # fmt: skip
-    return store, port
+    store = open_store(LOOPBACK, limit_s, size)
+    return store, store.port
 
 
 def join(rank: int, size: int, meeting: Any, *, device: str = "cpu", limit_s: float = 60.0) -> Replica:

@@ -83,8 +83,11 @@ def load_state(path: Path, learner: Learner, replica: Replica = ALONE) -> int:
 
 
 def rounds_of(path: Path) -> int:
-    """How many syncs with other replicas the checkpoint in the folder `path` has behind it."""
-    return int(json.loads((path / PROGRESS).read_text()).get("outer", {}).get("rounds", 0))
+    """How many syncs with other replicas the checkpoint in the folder `path` has behind it, as far as it tells."""
+    try:
+        return int(json.loads((path / PROGRESS).read_text())["outer"]["rounds"])
+    except (OSError, ValueError, KeyError):  # of a trainer alone, or of one before there were replicas, or damaged
+        return 0
 
 
 def _load_one_file(file: Path, learner: Learner) -> int:

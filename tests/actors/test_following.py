@@ -61,3 +61,10 @@ def test_a_damaged_checkpoint_of_another_replica_is_passed_over(tmp_path):
     (tmp_path / "checkpoints" / "replica-1" / "step-8" / "trainer.json").write_text("{}")
     checkpoint, own = newest_checkpoint(tmp_path, 0, 2)
     assert (checkpoint.step, own) == (4, True)
+
+
+def test_a_trainer_alone_begins_from_a_checkpoint_that_knows_nothing_of_replicas(tmp_path):
+    with checkpoints_of(tmp_path, 0, keep=2).writing(4) as folder:
+        (folder / "trainer.pt").write_bytes(b"of a trainer that knew one proc only")
+    checkpoint, own = newest_checkpoint(tmp_path, 0, 1)
+    assert (checkpoint.step, own) == (4, True)

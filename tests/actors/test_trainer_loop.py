@@ -15,6 +15,7 @@ from trainer_actors import batch
 
 from actors import trainer as module
 from actors import trainer_team
+from actors.replicas import Look
 from actors.trainer import SAVE_LIMIT_S, TEACHER_PATIENCE_S, Prepared, TrainerActor, finish_limit
 from actors.trainer_part import TrainerConfig, TrainerSettings
 from mesh.binding import Binding, CallTimeout, MemberDied, NoMember, RemoteFailure
@@ -381,11 +382,8 @@ class Others:
     def __init__(self, *looks):
         self.looks = list(looks)
 
-    async def rounds(self):
-        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
-
-    async def all_done(self):
-        return False
+    async def look(self):
+        return Look(self.looks.pop(0) if len(self.looks) > 1 else self.looks[0], all_done=False)
 
 
 class Team:

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from services.diloco.config import DilocoConfig
-from services.diloco.lighthouse import Lighthouse, free_port
+from services.diloco.lighthouse import Lighthouse
 from services.diloco.manager import open_manager
-from services.diloco.procs import open_store
 from services.diloco.replicas import Outer
+from services.meeting import free_port, open_store
 
 CONFIG = DilocoConfig(sync_every=1, collective_s=60, quorum_s=90)
 

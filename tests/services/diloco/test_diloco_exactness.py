@@ -12,10 +12,11 @@ from diloco_builders import SHAPES, Reference, adamw, config, in_threads, inner_
 from torch import nn
 
 from services.diloco.config import DilocoConfig
-from services.diloco.lighthouse import Lighthouse, free_port
+from services.diloco.lighthouse import Lighthouse
 from services.diloco.manager import open_manager
 from services.diloco.outer_loop import make_diloco_outer_loop
 from services.diloco.replicas import Outer, split_evenly
+from services.meeting import free_port
 
 STEPS = 18
 NAMES = list(SHAPES)

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from services.diloco.config import DilocoConfig
-from services.diloco.lighthouse import Lighthouse, free_port
+from services.diloco.lighthouse import Lighthouse
 from services.diloco.manager import open_manager
-from services.diloco.procs import open_store
 from services.diloco.replicas import Outer
 from services.diloco.transport import StateTransport
+from services.meeting import free_port, open_store
 from services.training.sharding import join, like, shard, whole
 
 ROUND, SIZE = 3, 2

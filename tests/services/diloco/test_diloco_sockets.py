@@ -17,8 +17,9 @@ import torch
 from diloco_builders import config
 from diloco_procs import LighthouseProc, Proc, replicas
 
-from services.diloco.lighthouse import Lighthouse, free_port
+from services.diloco.lighthouse import Lighthouse
 from services.diloco.transport import StateTransport
+from services.meeting import free_port
 
 SOON = timedelta(seconds=20)
 

@@ -15,7 +15,8 @@ from diloco_builders import SHAPES, Reference, config, same
 from diloco_procs import LargeReplica, LighthouseProc, Proc, Replica, replicas
 
 from services.diloco.config import DilocoConfig
-from services.diloco.lighthouse import Lighthouse, free_port
+from services.diloco.lighthouse import Lighthouse
+from services.meeting import free_port
 
 ROUND = 3  # inner steps
 CONFIG = config(sync_every=ROUND)
