@@ -33,3 +33,13 @@ def pids_of(store: Path, rank: int = 0) -> list[int]:
 
 def all_gone(pids: list[int]) -> bool:
     return all(started(pid) is None for pid in pids)
+
+
+def stream_three_lines(executor: Any, store: Path) -> None:
+    """A replica's log reaches its reader line by line: each is asked for only when the one before was read."""
+    executor.launch_replicas(spec(store, "count"))
+    lines = executor.stream_logs(0)
+    for i in range(3):
+        (store / f"go-{i}").touch()
+        assert next(lines) == f"line {i}"
+    assert list(lines) == []

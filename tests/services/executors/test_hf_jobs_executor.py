@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import TOKEN, FakeHub
-from replica_helpers import LIMIT_S, spec, wait_until
+from replica_helpers import LIMIT_S, spec, stream_three_lines, wait_until
 
 from services.executors import ExecutorUnavailable, HFJobsExecutor, ReplicaFailed
 
@@ -72,13 +72,7 @@ def test_a_failed_job_reaches_collect_with_its_exit_code_and_log(executor, tmp_p
 
 
 def test_logs_are_streamed_while_the_job_runs(executor, tmp_path):
-    store = tmp_path / "store"
-    executor.launch_replicas(spec(store, "count"))
-    lines = executor.stream_logs(0)
-    for i in range(3):
-        (store / f"go-{i}").touch()
-        assert next(lines) == f"line {i}"
-    assert list(lines) == []
+    stream_three_lines(executor, tmp_path / "store")
     assert list(executor.stream_logs(0, follow=False)) == ["line 0", "line 1", "line 2"]
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from replica_helpers import LIMIT_S, all_gone, pids_of, spec, wait_until
+from replica_helpers import LIMIT_S, all_gone, pids_of, spec, stream_three_lines, wait_until
 
 from mesh.processes import started
 from services.environments.process import ROOT
@@ -92,13 +92,7 @@ def test_collect_names_who_still_runs_when_its_time_is_over_and_leaves_it_runnin
 
 
 def test_logs_are_streamed_while_the_replica_runs(executor, tmp_path):
-    store = tmp_path / "store"
-    executor.launch_replicas(spec(store, "count"))
-    lines = executor.stream_logs(0)
-    for i in range(3):  # line i can only be there once it was asked for, and is awaited before the next one is
-        (store / f"go-{i}").touch()
-        assert next(lines) == f"line {i}"
-    assert list(lines) == []
+    stream_three_lines(executor, tmp_path / "store")
     assert list(executor.stream_logs(0, follow=False)) == ["line 0", "line 1", "line 2"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replica_helpers import LIMIT_S, spec, wait_until
+from replica_helpers import LIMIT_S, spec, stream_three_lines, wait_until
 
 from services.executors import ExecutorUnavailable, ModalExecutor, ReplicaFailed
 
@@ -95,12 +95,7 @@ def test_a_failed_sandbox_reaches_collect_with_its_exit_code_and_log(connect, tm
 @needs_modal
 def test_logs_are_streamed_while_the_sandbox_runs(connect, tmp_path):
     executor, store = connect(gpu="A10G"), tmp_path / "store"
-    executor.launch_replicas(spec(store, "count"))
-    lines = executor.stream_logs(0)
-    for i in range(3):
-        (store / f"go-{i}").touch()
-        assert next(lines) == f"line {i}"
-    assert list(lines) == []
+    stream_three_lines(executor, store)
     executor.collect(LIMIT_S)
     for follow in (False, True):
         assert list(executor.stream_logs(0, follow=follow)) == ["line 0", "line 1", "line 2"]

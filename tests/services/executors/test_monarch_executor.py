@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from replica_helpers import LIMIT_S, all_gone, pids_of, spec, wait_until
+from replica_helpers import LIMIT_S, all_gone, pids_of, spec, stream_three_lines, wait_until
 
 from launch.monarch_executor import MonarchExecutor
 from mesh.roles import Member
@@ -45,13 +45,7 @@ def test_a_failure_reaches_collect_with_exit_code_and_log(executor, tmp_path):
 
 
 def test_logs_are_streamed_while_the_replica_runs(executor, tmp_path):
-    store = tmp_path / "store"
-    executor.launch_replicas(spec(store, "count"))
-    lines = executor.stream_logs(0)
-    for i in range(3):
-        (store / f"go-{i}").touch()
-        assert next(lines) == f"line {i}"
-    assert list(lines) == []
+    stream_three_lines(executor, tmp_path / "store")
 
 
 def test_a_killed_proc_is_a_failed_replica_with_the_reason_and_no_process_stays(executor, tmp_path):
